@@ -1,0 +1,9 @@
+"""Command-line entry points of `export`."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register this folder's subcommands."""

@@ -1,0 +1,103 @@
+"""Runtime configuration: one frozen dataclass; the CLI and the Triton packaging read defaults here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+
+
+class ConfigError(Exception):
+    """A configuration value is out of range or unknown."""
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """Everything the decoder can be told. Units are in the names."""
+
+    # Capacity
+    max_batch_requests: int = 16  # requests that run at once
+    kv_cache_mb: int = 1024  # verifier and drafter pools together
+    prefill_chunk_tokens: int = 128  # a prefill delays running requests by one such chunk at most
+    max_queued_requests: int = 1024
+    num_threads: int = 0  # of the engine; 0 means all cores
+
+    # Limits a client meets
+    max_model_tokens: int = 0  # prompt and output together; 0 means the model's own context
+    max_prompt_bytes: int = 1 * MIB
+    max_stop_words: int = 16
+    max_stop_word_chars: int = 256
+    default_max_tokens: int = 256
+    request_timeout_s: float = 600.0
+
+    # Speculation
+    policy: str = "fixed"  # off | fixed | fixed:k
+    acceptance: str = "auto"  # rejection | coupled | auto (coupled when the request names a seed)
+
+    # Health
+    stall_timeout_s: float = 60.0  # no finished step for this long, with work waiting, is unhealthy
+
+    def __post_init__(self) -> None:
+        positive = (
+            "max_batch_requests",
+            "kv_cache_mb",
+            "prefill_chunk_tokens",
+            "max_queued_requests",
+            "max_prompt_bytes",
+            "default_max_tokens",
+            "request_timeout_s",
+            "stall_timeout_s",
+        )
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("num_threads", "max_model_tokens", "max_stop_words", "max_stop_word_chars"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or above, got {getattr(self, name)}")
+        if self.acceptance not in ("auto", "rejection", "coupled"):
+            raise ConfigError(
+                f"acceptance must be auto, rejection or coupled, got {self.acceptance!r}"
+            )
+
+    @property
+    def engine_threads(self) -> int:
+        """Threads of the engine with 0 resolved to this machine's cores."""
+        return self.num_threads or len(os.sched_getaffinity(0))
+
+    def to_json(self) -> str:
+        """The configuration as indented JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def config_from_mapping(values: dict[str, Any]) -> RuntimeConfig:
+    """Build a RuntimeConfig, refusing unknown keys and wrong types.
+
+    Raises ConfigError naming the key and the valid ones.
+    """
+    fields = {f.name: f for f in dataclasses.fields(RuntimeConfig)}
+    for name, value in values.items():
+        if name not in fields:
+            raise ConfigError(f"unknown option {name!r}; options are {', '.join(sorted(fields))}")
+        expected = type(fields[name].default)
+        fits = isinstance(value, expected) and not (expected is int and isinstance(value, bool))
+        if expected is float and isinstance(value, int) and not isinstance(value, bool):
+            fits = True
+        if not fits:
+            raise ConfigError(f"{name} must be of type {expected.__name__}, got {value!r}")
+    return RuntimeConfig(**values)
+
+
+def load_config(path: Path) -> RuntimeConfig:
+    """Read a RuntimeConfig from a JSON file of overrides (an empty object means the defaults)."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return config_from_mapping(values)
