@@ -1,0 +1,235 @@
+"""The decoder: an engine folder opened, and (for servers) a thread that keeps its loop stepping."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.config import MIB, ConfigError, RuntimeConfig
+from runtime.engine import load_engines
+from runtime.kv_blocks import blocks_for
+from runtime.loop import Loop
+from runtime.manifest import Manifest, ManifestError, load_manifest, tokenizer_hash
+from runtime.request import QueueFull, Request, RequestLimits
+from runtime.sequence import OnOutput, Sequence
+from runtime.text import Tokenizer
+
+log = logging.getLogger("dspark")
+
+MAX_FAILED_STEPS = 3  # in a row; more means that the engine is broken, not one request
+
+
+class Model:
+    """An engine folder opened for decoding: engines, pools, tokenizer and the loop over them.
+
+    Raises ManifestError or EngineError when the folder does not fit this machine or version, and
+    ConfigError when the configuration does not fit the model.
+    """
+
+    def __init__(self, engine_dir: Path, tokenizer_dir: Path, config: RuntimeConfig) -> None:
+        manifest = load_manifest(engine_dir)
+        if tokenizer_hash(tokenizer_dir) != manifest.tokenizer_sha256:
+            raise ManifestError(
+                f"the tokenizer in {tokenizer_dir} is not the one {engine_dir} was built with: "
+                "run `make engines` to build both from one checkpoint"
+            )
+        self.config = config
+        self.manifest = manifest
+        self.tokenizer = Tokenizer.load(tokenizer_dir)
+        num_blocks, max_model_tokens = _capacity(manifest, config)
+        self.num_blocks = num_blocks
+        self.limits = RequestLimits(
+            vocab_size=manifest.verifier.vocab_size,
+            max_model_tokens=max_model_tokens,
+            max_stop_words=config.max_stop_words,
+            max_stop_word_chars=config.max_stop_word_chars,
+            default_max_tokens=config.default_max_tokens,
+            acceptance=config.acceptance,
+        )
+        self._engines = load_engines(engine_dir, manifest, num_blocks, config.engine_threads)
+        vocab = _load_draft_vocab(engine_dir, manifest)
+        self.loop = Loop(self._engines, manifest, vocab, self.tokenizer, config, num_blocks)
+
+    def close(self) -> None:
+        """Free the engines; may be called again."""
+        self._engines.close()
+
+
+def _capacity(manifest: Manifest, config: RuntimeConfig) -> tuple[int, int]:
+    """Pool blocks and the longest request (prompt and output, in tokens) that fits them."""
+    kv = manifest.verifier.kv
+    token_bytes = kv.token_bytes
+    draft_tokens = 0
+    if manifest.drafter is not None:
+        token_bytes += manifest.drafter.kv.token_bytes
+        draft_tokens = manifest.drafter.block_size
+    max_model_tokens = config.max_model_tokens or manifest.verifier.max_positions
+    if max_model_tokens > manifest.verifier.max_positions:
+        raise ConfigError(
+            f"max_model_tokens may be at most the model's context of "
+            f"{manifest.verifier.max_positions} tokens, got {max_model_tokens}"
+        )
+    most = config.max_batch_requests * blocks_for(max_model_tokens + draft_tokens, kv.block_tokens)
+    num_blocks = min(most, config.kv_cache_mb * MIB // (token_bytes * kv.block_tokens))
+    fitting = num_blocks * kv.block_tokens - draft_tokens
+    if fitting < 2:
+        raise ConfigError(
+            f"kv_cache_mb must hold at least 2 blocks of "
+            f"{token_bytes * kv.block_tokens / MIB:.2f} MB each, got {config.kv_cache_mb}"
+        )
+    return num_blocks, min(max_model_tokens, fitting)
+
+
+def _load_draft_vocab(engine_dir: Path, manifest: Manifest) -> NDArray[np.int64] | None:
+    if "draft_vocab" not in manifest.artifacts:
+        return None
+    vocab: NDArray[np.int64] = np.load(
+        engine_dir / manifest.artifacts["draft_vocab"].path, allow_pickle=False
+    )
+    if not (np.diff(vocab) > 0).all():
+        raise ManifestError(
+            f"the draft vocabulary in {engine_dir} is not in ascending order: run `make engines`"
+        )
+    return vocab
+
+
+class Decoder:
+    """A `Model` whose loop runs in a thread of its own. All methods are thread-safe.
+
+    Every submitted request ends in exactly one final output, whatever happens.
+    """
+
+    def __init__(self, engine_dir: Path, tokenizer_dir: Path, config: RuntimeConfig) -> None:
+        self._model = Model(engine_dir, tokenizer_dir, config)
+        self._config = config
+        self._wake = threading.Condition()
+        self._arrivals: list[tuple[int, Request, OnOutput]] = []
+        self._cancelled: set[int] = set()
+        self._sequences: dict[int, Sequence] = {}
+        self._next_id = 0
+        self._closing = False
+        self._failed_steps = 0
+        self._last_progress_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="dspark-loop", daemon=True)
+        self._thread.start()
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request must satisfy."""
+        return self._model.limits
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._model.tokenizer
+
+    def submit(self, request: Request, on_output: OnOutput) -> int:
+        """Queue a request; returns its id.
+
+        `on_output` is called from the loop's thread and must not block; the one output with a
+        finish reason is the last. Raises QueueFull.
+        """
+        with self._wake:
+            if self._closing or not self._thread.is_alive():
+                raise QueueFull("the server is shutting down: send the request to another one")
+            waiting = len(self._arrivals) + len(self._model.loop.admission.waiting)
+            if waiting >= self._config.max_queued_requests:
+                raise QueueFull(
+                    f"the queue holds its limit of {self._config.max_queued_requests} requests: "
+                    "try again later"
+                )
+            self._next_id += 1
+            if not self._sequences and not self._arrivals:
+                self._last_progress_s = time.monotonic()
+            self._arrivals.append((self._next_id, request, on_output))
+            self._wake.notify()
+            return self._next_id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request within one step; one that has ended already is left alone."""
+        with self._wake:
+            self._cancelled.add(request_id)
+            self._wake.notify()
+
+    def is_healthy(self) -> bool:
+        """Whether the loop is alive and, where work waits, making progress."""
+        if not self._thread.is_alive() or self._failed_steps >= MAX_FAILED_STEPS:
+            return False
+        idle = not self._sequences and not self._arrivals
+        stalled_s = time.monotonic() - self._last_progress_s
+        return idle or stalled_s < self._config.stall_timeout_s
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+        loop = self._model.loop
+        metrics = loop.metrics
+        pool = loop.admission.pool
+        values: dict[str, float] = {f"{name}_total": n for name, n in metrics.counts.items()}
+        values |= {f"step_{name}_seconds_total": s for name, s in metrics.seconds.items()}
+        values |= {
+            "running_requests": len(loop.admission.running),
+            "waiting_requests": len(loop.admission.waiting) + len(self._arrivals),
+            "kv_blocks": pool.num_blocks,
+            "kv_blocks_free": pool.num_free,
+        }
+        return values
+
+    def close(self) -> None:
+        """Cancel what runs, stop the thread and free the engines; may be called again."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        self._model.close()
+
+    def _run(self) -> None:
+        loop = self._model.loop
+        while True:
+            with self._wake:
+                self._wake.wait_for(
+                    lambda: self._closing or self._arrivals or self._cancelled or loop.has_work
+                )
+                arrivals, self._arrivals = self._arrivals, []
+                cancelled, self._cancelled = self._cancelled, set()
+                closing = self._closing
+            for request_id, request, on_output in arrivals:
+                self._sequences[request_id] = loop.add(request, on_output)
+            for request_id in self._sequences if closing else cancelled:
+                self._abort(request_id, "cancelled")
+            self._expire()
+            if closing:
+                return
+            if loop.has_work:
+                self._step()
+            self._forget_finished()
+
+    def _step(self) -> None:
+        try:
+            self._model.loop.step()
+            self._failed_steps = 0
+        except Exception as error:
+            log.exception("a decoding step failed")
+            self._failed_steps += 1
+            for request_id in self._sequences:
+                self._abort(request_id, "error", f"the decoder failed: {error}")
+        self._last_progress_s = time.monotonic()
+
+    def _expire(self) -> None:
+        oldest = time.monotonic() - self._config.request_timeout_s
+        for request_id, sequence in self._sequences.items():
+            if sequence.arrival_s < oldest:
+                limit = f"{self._config.request_timeout_s:g} s"
+                self._abort(request_id, "error", f"the request took longer than {limit}")
+
+    def _abort(self, request_id: int, reason: str, error: str | None = None) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.finish_reason is None:
+            self._model.loop.abort(sequence, reason, error)  # type: ignore[arg-type]
+
+    def _forget_finished(self) -> None:
+        self._sequences = {i: s for i, s in self._sequences.items() if s.finish_reason is None}

@@ -1,0 +1,284 @@
+"""The continuous-batching loop: one `step()` at a time, in the caller's thread.
+
+This is the plain loop, and the reference for any faster one. It knows requests, blocks and arrays;
+engines, acceptance and policies are behind their own modules.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.accept import Draft, accept
+from runtime.admission import Admission
+from runtime.batch import (
+    DraftSegment,
+    VerifySegment,
+    pack_draft,
+    pack_verify,
+    slots,
+)
+from runtime.config import RuntimeConfig
+from runtime.engine import Engines
+from runtime.kv_blocks import BlockPool
+from runtime.manifest import Manifest
+from runtime.metrics import Metrics
+from runtime.randomness import Stream, uniforms
+from runtime.request import FinishReason, Request
+from runtime.schedule import choose_lengths, parse_policy
+from runtime.sequence import OnOutput, Sequence
+from runtime.text import Tokenizer
+
+Drafts = dict[Sequence, Draft]
+Lengths = dict[Sequence, int]
+
+
+class Loop:
+    """Requests in, outputs through their callbacks; nothing happens outside `step()`."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        manifest: Manifest,
+        draft_vocab: NDArray[np.int64] | None,
+        tokenizer: Tokenizer,
+        config: RuntimeConfig,
+        num_blocks: int,
+    ) -> None:
+        kv = manifest.verifier.kv
+        self.metrics = Metrics()
+        self.admission = Admission(
+            BlockPool(num_blocks), kv.block_tokens, config.max_batch_requests
+        )
+        self._engines = engines
+        self._block_tokens = kv.block_tokens
+        self._block_size = 0 if manifest.drafter is None else manifest.drafter.block_size
+        self._policy = parse_policy(
+            config.policy if manifest.drafter is not None else "off", self._block_size
+        )
+        self._draft_vocab = draft_vocab
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(manifest.eos_token_ids)
+        self._prefill_chunk_tokens = config.prefill_chunk_tokens
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.admission.has_work
+
+    def add(self, request: Request, on_output: OnOutput) -> Sequence:
+        """Queue a valid request; its outputs come from later steps."""
+        self._next_id += 1
+        sequence = Sequence(self._next_id, request, self._tokenizer, self._eos_token_ids, on_output)
+        self.admission.waiting.append(sequence)
+        self.metrics.counts["requests"] += 1
+        self.metrics.counts["prompt_tokens"] += sequence.num_prompt
+        return sequence
+
+    def abort(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End a waiting or running sequence now and free its blocks."""
+        self.admission.remove(sequence)
+        self.metrics.counts[f"finished_{reason}"] += 1
+        sequence.abort(reason, error)
+
+    def step(self) -> None:
+        """One round: every running sequence gains at least one token or one prefill chunk."""
+        metrics = self.metrics
+        metrics.start_step()
+        self.admission.admit()
+        caps = self._reserve()
+        metrics.lap("admit")
+        drafts = self._draft(caps)
+        metrics.lap("draft")
+        lengths = self._schedule(caps, drafts)
+        metrics.lap("schedule")
+        for group in (self._decode_segments(lengths, drafts), self._prefill_segments()):
+            if group:
+                self._verify(group, lengths, drafts)
+
+    def _reserve(self) -> Lengths:
+        """Blocks for this step's tokens; returns the most draft tokens each decoding one may get."""
+        caps: Lengths = {}
+        for sequence in list(self.admission.running):
+            if sequence not in self.admission.running or not sequence.is_decoding:
+                continue  # preempted below, or holding the blocks of its whole prefill already
+            cap = self._cap(sequence)
+            if self.admission.reserve(sequence, 1 + cap):
+                caps[sequence] = cap
+            elif self._make_room(sequence):
+                caps[sequence] = 0
+        return caps
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt younger sequences until one token fits; False when it had to go itself."""
+        while not self.admission.reserve(sequence, 1):
+            self.metrics.counts["preemptions"] += 1
+            if self.admission.preempt_youngest() is sequence:
+                return False
+        return True
+
+    def _cap(self, sequence: Sequence) -> int:
+        if not (self._policy.speculates and sequence.speculates and sequence.num_computed):
+            return 0
+        wanted = sequence.request.num_draft_tokens
+        block = self._block_size if wanted is None else min(wanted, self._block_size)
+        return min(block, sequence.num_remaining - 1)
+
+    def _draft(self, caps: Lengths) -> Drafts:
+        """Give the drafter its new context; draft for the sequences that may use it."""
+        drafter = self._engines.drafter
+        if drafter is None or not self._policy.speculates:
+            return {}
+        sequences = [
+            s
+            for s in self.admission.running
+            if s.pending_features and (caps.get(s) or not s.is_decoding)
+        ]
+        if not sequences:
+            return {}
+        segments = [self._draft_segment(s) for s in sequences]
+        batch = pack_draft(segments, self._block_tokens)
+        outputs = drafter.run(batch.inputs)
+        drafter.commit(np.arange(len(batch.slots)), batch.slots)
+        drafts: Drafts = {}
+        for row, (sequence, segment) in enumerate(zip(sequences, segments, strict=True)):
+            sequence.num_drafter_computed += len(segment.features)
+            sequence.pending_features.clear()
+            if caps.get(sequence):
+                sequence.num_drafted += self._block_size
+                self.metrics.counts["drafted_tokens"] += self._block_size
+                greedy = sequence.request.greedy
+                drafts[sequence] = Draft(
+                    outputs["draft_ids"][row],
+                    None if greedy else outputs["draft_logits"][row],
+                    self._draft_vocab,
+                )
+        return drafts
+
+    def _draft_segment(self, sequence: Sequence) -> DraftSegment:
+        request = sequence.request
+        anchor = sequence.num_computed
+        noise = np.zeros(self._block_size, np.float32)
+        if not request.greedy:
+            positions = np.arange(anchor + 1, anchor + 1 + self._block_size)
+            noise = (
+                uniforms(request.seed, positions, Stream.COUPLED)
+                if request.coupled
+                else uniforms(request.seed, positions, Stream.DRAFT, anchor)
+            )
+        return DraftSegment(
+            features=np.concatenate(sequence.pending_features),
+            context_len=sequence.num_drafter_computed,
+            blocks=sequence.blocks,
+            anchor_id=sequence.token_ids[anchor],
+            temperature=request.temperature,
+            uniforms=noise,
+        )
+
+    def _schedule(self, caps: Lengths, drafts: Drafts) -> Lengths:
+        lengths = dict.fromkeys(caps, 0)
+        if drafts:
+            chosen = choose_lengths(self._policy, np.array([caps[s] for s in drafts]))
+            lengths.update(zip(drafts, chosen.tolist(), strict=True))
+        return lengths
+
+    def _decode_segments(self, lengths: Lengths, drafts: Drafts) -> dict[Sequence, VerifySegment]:
+        segments = {}
+        for sequence, length in lengths.items():
+            token_ids = sequence.token_ids[-1:]
+            if length:
+                token_ids = token_ids + drafts[sequence].token_ids[:length].tolist()
+            segments[sequence] = VerifySegment(
+                token_ids, sequence.num_computed, sequence.blocks, length + 1
+            )
+        return segments
+
+    def _prefill_segments(self) -> dict[Sequence, VerifySegment]:
+        """One chunk, shared by the oldest prefilling sequences.
+
+        It runs apart from the decoding group, after it: padded to its length, their attention
+        would cost more than the second pass.
+        """
+        budget = self._prefill_chunk_tokens
+        segments = {}
+        for sequence in self.admission.running:
+            if budget and not sequence.is_decoding:
+                start = sequence.num_computed
+                token_ids = sequence.token_ids[start : start + budget]
+                last = start + len(token_ids) == len(sequence.token_ids)
+                segments[sequence] = VerifySegment(token_ids, start, sequence.blocks, int(last))
+                budget -= len(token_ids)
+        return segments
+
+    def _verify(
+        self, group: dict[Sequence, VerifySegment], lengths: Lengths, drafts: Drafts
+    ) -> None:
+        """One verifier pass over the group, then accept, commit and emit for each sequence."""
+        metrics = self.metrics
+        batch = pack_verify(list(group.values()), self._block_tokens)
+        metrics.lap("pack")
+        outputs = self._engines.verifier.run(batch.inputs)
+        metrics.counts["verifier_tokens"] += len(batch.inputs["token_ids"])
+        metrics.lap("verify")
+
+        rows, into, advances = [], [], []
+        for index, (sequence, segment) in enumerate(group.items()):
+            token_start, logits_start = batch.token_starts[index], batch.logits_starts[index]
+            kept, new_ids = len(segment.token_ids), []
+            if segment.num_logits:
+                logits = outputs["logits"][logits_start : logits_start + segment.num_logits]
+                draft = drafts.get(sequence)
+                result = accept(
+                    sequence.request,
+                    len(sequence.token_ids),
+                    segment.num_logits - 1,
+                    draft,
+                    logits,
+                )
+                kept -= segment.num_logits - 1 - result.num_accepted
+                accepted = [] if draft is None else draft.token_ids[: result.num_accepted].tolist()
+                new_ids = [*accepted, result.next_token]
+            rows.append(np.arange(token_start, token_start + kept))
+            into.append(slots(segment.blocks, segment.context_len, kept, self._block_tokens))
+            if (
+                self._engines.drafter is not None
+                and self._policy.speculates
+                and sequence.speculates
+            ):
+                sequence.pending_features.append(outputs["features"][token_start:][:kept].copy())
+            advances.append((sequence, segment, kept, new_ids))
+        metrics.lap("accept")
+
+        self._engines.verifier.commit(np.concatenate(rows), np.concatenate(into))
+        metrics.lap("commit")
+
+        for sequence, segment, kept, new_ids in advances:
+            self._advance(sequence, segment, kept, new_ids)
+        metrics.lap("emit")
+
+    def _advance(
+        self, sequence: Sequence, segment: VerifySegment, kept: int, new_ids: list[int]
+    ) -> None:
+        was_decoding = sequence.is_decoding
+        sequence.num_computed += kept
+        before = sequence.num_output
+        for token_id in new_ids:
+            sequence.append(token_id)
+            if sequence.finish_reason is not None:
+                break  # the rest of an accepted block is cut: in text, ids, usage and metrics
+        gained = sequence.num_output - before
+        self.metrics.counts["output_tokens"] += gained
+        if was_decoding:
+            num_verified = segment.num_logits - 1
+            num_accepted = min(len(new_ids) - 1, gained)
+            if sequence.finish_reason is not None:
+                num_verified = min(num_verified, gained)
+            sequence.num_rounds += 1
+            sequence.num_verified += num_verified
+            sequence.num_accepted += num_accepted
+            self.metrics.count_round(num_verified, num_accepted)
+        if sequence.finish_reason is not None:
+            self.admission.remove(sequence)
+            self.metrics.counts[f"finished_{sequence.finish_reason}"] += 1
+        sequence.emit()

@@ -1,0 +1,174 @@
+"""ONNX Runtime engine: a session bound once to its KV pool, on a CPU or a CUDA device.
+
+Pools are bound to the session when it is made and never copied. New K/V land in a buffer of ours,
+from which `commit` writes the accepted rows into the pool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from runtime.engine import EngineError
+from runtime.spec import KvDims, TensorSpec
+
+_NUMPY = {"int64": np.int64, "fp32": np.float32, "fp16": np.float16}
+
+
+class OrtEngine:
+    """See `runtime.engine.Engine`."""
+
+    def __init__(
+        self,
+        path: Path,
+        kv: KvDims,
+        inputs: list[TensorSpec],
+        outputs: list[TensorSpec],
+        num_blocks: int,
+        threads: int,
+    ) -> None:
+        if kv.dtype not in _NUMPY:
+            raise EngineError(
+                f"{path.name} keeps its K/V in {kv.dtype}, which ONNX Runtime engines cannot: "
+                "run `make engines DTYPE=fp32` (or fp16)"
+            )
+        self._name = path.stem
+        num_kv = 2 * kv.num_layers
+        self._inputs = {s.name: s for s in inputs[: len(inputs) - num_kv]}
+        self._outputs = outputs[: len(outputs) - num_kv]
+        self._pool_specs, self._new_specs = inputs[-num_kv:], outputs[-num_kv:]
+        self._kv_dtype = _NUMPY[kv.dtype]
+        self._row_shape = (kv.num_kv_heads, kv.head_dim)
+        self._device = "cuda" if "CUDAExecutionProvider" in _usable_providers() else "cpu"
+        self._session: ort.InferenceSession | None = _session(path, self._device, threads)
+        self._check_graph(inputs, outputs)
+        self._binding = self._session.io_binding()
+        pool_shape = (num_kv, num_blocks, kv.block_tokens, *self._row_shape)
+        self._pool = self._zeros(pool_shape)
+        self._pool_rows = self._pool.reshape(num_kv, num_blocks * kv.block_tokens, *self._row_shape)
+        self._new = self._zeros((num_kv, 0, *self._row_shape))  # as long as the last run's tokens
+        self._buffers: dict[str, NDArray[Any]] = {}
+        for spec, layer in zip(self._pool_specs, self._pool, strict=True):
+            self._binding.bind_input(
+                spec.name, self._device, 0, self._kv_dtype, layer.shape, _pointer(layer)
+            )
+
+    def run(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
+        """Run once; see `Engine.run`. Raises EngineError naming what does not fit."""
+        if self._session is None:
+            raise EngineError(f"{self._name} is closed")
+        inputs = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+        sizes = self._bind_inputs(inputs)
+        results = {}
+        for spec in self._outputs:
+            shape = tuple(d if isinstance(d, int) else sizes[d] for d in spec.dims)
+            results[spec.name] = buffer = self._buffer(spec, shape)
+            self._binding.bind_output(
+                spec.name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data
+            )
+        tokens = sizes[str(self._new_specs[0].dims[0])]
+        if self._new.shape[1] != tokens:  # else last run's bindings still hold
+            self._new = self._zeros((len(self._new_specs), tokens, *self._row_shape))
+            for spec, layer in zip(self._new_specs, self._new, strict=True):
+                self._binding.bind_output(
+                    spec.name, self._device, 0, self._kv_dtype, layer.shape, _pointer(layer)
+                )
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # ONNX Runtime raises several types of its own
+            shapes = {name: array.shape for name, array in inputs.items()}
+            raise EngineError(f"{self._name} failed on inputs {shapes}: {error}") from error
+        return results
+
+    def commit(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Write new K/V into the pool; see `Engine.commit`."""
+        if self._device == "cpu":
+            self._pool_rows[:, slots] = self._new[:, rows]
+        else:
+            import torch
+
+            to = self._pool_rows.device
+            self._pool_rows[:, torch.as_tensor(slots, device=to)] = self._new[
+                :, torch.as_tensor(rows, device=to)
+            ]
+
+    def close(self) -> None:
+        """Free session and pool."""
+        self._session = self._binding = self._pool = self._pool_rows = self._new = None
+
+    def _bind_inputs(self, inputs: Mapping[str, NDArray]) -> dict[str, int]:
+        if inputs.keys() != self._inputs.keys():
+            raise EngineError(f"{self._name} takes {sorted(self._inputs)}, got {sorted(inputs)}")
+        sizes: dict[str, int] = {}
+        for name, array in inputs.items():
+            spec = self._inputs[name]
+            fits = array.dtype == _NUMPY[spec.dtype] and array.ndim == len(spec.dims)
+            for dim, size in zip(spec.dims, array.shape, strict=False):
+                fits &= (dim if isinstance(dim, int) else sizes.setdefault(dim, size)) == size
+            if not fits:
+                raise EngineError(
+                    f"{self._name}: {name} must be {spec.dtype} {list(spec.dims)} with {sizes}, "
+                    f"got {array.dtype} {list(array.shape)}"
+                )
+            self._binding.bind_cpu_input(name, array)
+        return sizes
+
+    def _buffer(self, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any]:
+        # Grown, never shrunk: a view of the right size is what the graph writes into.
+        size = math.prod(shape)
+        flat = self._buffers.get(spec.name)
+        if flat is None or flat.size < size:
+            flat = self._buffers[spec.name] = np.empty(max(size, 1), _NUMPY[spec.dtype])
+        return flat[:size].reshape(shape)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Any:
+        if self._device == "cpu":
+            return np.zeros(shape, self._kv_dtype)
+        import torch
+
+        return torch.zeros(shape, dtype=getattr(torch, self._kv_dtype.__name__), device="cuda")
+
+    def _check_graph(self, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
+        assert self._session is not None
+        for kind, specs, found in (
+            ("input", inputs, [t.name for t in self._session.get_inputs()]),
+            ("output", outputs, [t.name for t in self._session.get_outputs()]),
+        ):
+            wanted = [s.name for s in specs]
+            if sorted(found) != sorted(wanted):
+                different = sorted(set(found) ^ set(wanted))
+                raise EngineError(
+                    f"{self._name} does not have the {kind}s this version expects "
+                    f"(differing: {', '.join(different)}): run `make engines`"
+                )
+
+
+def _usable_providers() -> list[str]:
+    available = ort.get_available_providers()
+    # The GPU package lists CUDA on machines without one; loading it there only prints an error.
+    return available if Path("/dev/nvidiactl").exists() else ["CPUExecutionProvider"]
+
+
+def _session(path: Path, device: str, threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if device == "cuda":
+        providers.insert(0, "CUDAExecutionProvider")
+    try:
+        return ort.InferenceSession(str(path), options, providers=providers)
+    except Exception as error:
+        raise EngineError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
+
+
+def _pointer(array: Any) -> int:
+    pointer: int = array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
+    return pointer

@@ -1,0 +1,149 @@
+"""One running request: its tokens, how much of them is computed, and the text it has produced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.request import FinishReason, Request, RequestOutput
+from runtime.text import Detokenizer, StopMatcher, Tokenizer
+
+OnOutput = Callable[[RequestOutput], None]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of a request between arrival and its final output.
+
+    `token_ids` is prompt and output. The first `num_computed` of them have verifier K/V in the
+    pool, the first `num_drafter_computed` the drafter's too; `pending_features` holds the rows
+    between the two. Exactly one uncomputed token means that the sequence is decoding and that
+    token is the anchor; more means that it is prefilling (a preempted sequence does so again).
+    """
+
+    request_id: int
+    request: Request
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    on_output: OnOutput
+    arrival_s: float = field(default_factory=time.monotonic)
+
+    # Written by the loop
+    token_ids: list[int] = field(init=False)
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_drafter_computed: int = 0
+    pending_features: list[NDArray[np.float32]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    # Statistics, in tokens unless the name says otherwise
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    num_preemptions: int = 0
+    first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
+        self._detokenizer = Detokenizer(self.tokenizer)
+        self._stop = StopMatcher(self.request.stop_words)
+        self._unsent_text = ""
+        self._num_sent = 0  # output tokens
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.max_tokens - self.num_output
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens without K/V, at least 1 until the sequence is finished."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the anchor is uncomputed."""
+        return self.num_uncomputed == 1
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the request lets the drafter work for it."""
+        return not self.request.disable_spec_decode and self.request.num_draft_tokens != 0
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token and decide whether it ends the answer."""
+        assert self.finish_reason is None, "a finished sequence takes no token"
+        self.token_ids.append(token_id)
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+        if token_id in self.eos_token_ids and not self.request.ignore_eos:
+            self.finish_reason = "eos"  # in the ids, not in the text
+        else:
+            self._add_text(self._detokenizer.push(token_id))
+            if self.finish_reason is None and self.num_remaining == 0:
+                self.finish_reason = "length"
+        if self.finish_reason in ("eos", "length"):
+            self._add_text(self._detokenizer.flush())
+            self._unsent_text += self._stop.flush()
+
+    def _add_text(self, piece: str) -> None:
+        match = self._stop.push(piece)
+        self._unsent_text += match.text
+        if match.stopped:
+            self.finish_reason = "stop"
+
+    def emit(self) -> None:
+        """Send what is new, if the client wants it now and there is anything to send."""
+        done = self.finish_reason is not None
+        new_ids = self.token_ids[self.num_prompt + self._num_sent :]
+        if not done and not (self.request.stream and new_ids):
+            return
+        text, self._unsent_text = self._unsent_text, ""
+        self._num_sent += len(new_ids)
+        self.on_output(
+            RequestOutput(
+                text=text,
+                token_ids=new_ids,
+                finish_reason=self.finish_reason,
+                error=None,
+                num_input_tokens=self.num_prompt,
+                num_output_tokens=self.num_output,
+                stats=self.stats() if done else {},
+            )
+        )
+
+    def abort(self, reason: FinishReason, error: str | None = None) -> None:
+        """End the sequence from outside, with a final output."""
+        assert self.finish_reason is None, "a sequence ends once"
+        self.finish_reason = reason
+        self.on_output(
+            RequestOutput("", [], reason, error, self.num_prompt, self.num_output, self.stats())
+        )
+
+    def stats(self) -> dict[str, float]:
+        """What the final output reports besides the text."""
+        now = time.monotonic()
+        return {
+            "num_rounds": self.num_rounds,
+            "num_drafted_tokens": self.num_drafted,
+            "num_verified_draft_tokens": self.num_verified,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "num_preemptions": self.num_preemptions,
+            "time_to_first_token_s": (self.first_token_s or now) - self.arrival_s,
+            "total_s": now - self.arrival_s,
+        }
