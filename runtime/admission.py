@@ -64,7 +64,7 @@ class Admission:
         """Take out a finished or aborted sequence, waiting or running, and free its blocks."""
         if sequence in self.running:
             self._leave(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

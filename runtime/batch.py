@@ -18,7 +18,7 @@ Int = NDArray[np.int64]
 
 
 class Grid(NamedTuple):
-    """How N packed rows lie in an [R, S] grid: both directions, and each row's (request, column)."""
+    """How N packed rows lie in an [R, S] grid: both ways, and each row's request and column."""
 
     pad_index: Int  # [R, S] packed row of each cell, 0 where the cell is padding
     unpad_index: Int  # [N] flat cell of each packed row

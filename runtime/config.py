@@ -1,4 +1,4 @@
-"""Runtime configuration: one frozen dataclass; the CLI and the Triton packaging read defaults here."""
+"""Runtime configuration: one frozen dataclass, from which CLI and packaging read defaults."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from runtime.engine import load_engines
 from runtime.kv_blocks import blocks_for
 from runtime.loop import Loop
 from runtime.manifest import Manifest, ManifestError, load_manifest, tokenizer_hash
-from runtime.request import QueueFull, Request, RequestLimits
+from runtime.request import FinishReason, QueueFull, Request, RequestLimits, RequestOutput
 from runtime.sequence import OnOutput, Sequence
 from runtime.text import Tokenizer
 
@@ -146,9 +146,20 @@ class Decoder:
             self._next_id += 1
             if not self._sequences and not self._arrivals:
                 self._last_progress_s = time.monotonic()
-            self._arrivals.append((self._next_id, request, on_output))
+            guarded = self._guard(self._next_id, on_output)
+            self._arrivals.append((self._next_id, request, guarded))
             self._wake.notify()
             return self._next_id
+
+    def _guard(self, request_id: int, on_output: OnOutput) -> OnOutput:
+        def deliver(output: RequestOutput) -> None:
+            try:
+                on_output(output)
+            except Exception:  # one client's trouble must not fail the step of all others
+                log.exception("an output could not be delivered; its request is cancelled")
+                self.cancel(request_id)
+
+        return deliver
 
     def cancel(self, request_id: int) -> None:
         """End a request within one step; one that has ended already is left alone."""
@@ -169,8 +180,8 @@ class Decoder:
         loop = self._model.loop
         metrics = loop.metrics
         pool = loop.admission.pool
-        values: dict[str, float] = {f"{name}_total": n for name, n in metrics.counts.items()}
-        values |= {f"step_{name}_seconds_total": s for name, s in metrics.seconds.items()}
+        values: dict[str, float] = {f"{name}_total": n for name, n in dict(metrics.counts).items()}
+        values |= {f"step_{name}_seconds_total": s for name, s in dict(metrics.seconds).items()}
         values |= {
             "running_requests": len(loop.admission.running),
             "waiting_requests": len(loop.admission.waiting) + len(self._arrivals),
@@ -226,10 +237,10 @@ class Decoder:
                 limit = f"{self._config.request_timeout_s:g} s"
                 self._abort(request_id, "error", f"the request took longer than {limit}")
 
-    def _abort(self, request_id: int, reason: str, error: str | None = None) -> None:
+    def _abort(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         sequence = self._sequences.get(request_id)
-        if sequence is not None and sequence.finish_reason is None:
-            self._model.loop.abort(sequence, reason, error)  # type: ignore[arg-type]
+        if sequence is not None and not sequence.ended:
+            self._model.loop.abort(sequence, reason, error)
 
     def _forget_finished(self) -> None:
-        self._sequences = {i: s for i, s in self._sequences.items() if s.finish_reason is None}
+        self._sequences = {i: s for i, s in self._sequences.items() if not s.ended}

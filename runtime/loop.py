@@ -98,7 +98,7 @@ class Loop:
                 self._verify(group, lengths, drafts)
 
     def _reserve(self) -> Lengths:
-        """Blocks for this step's tokens; returns the most draft tokens each decoding one may get."""
+        """Blocks for this step's tokens; returns how many draft tokens each sequence may get."""
         caps: Lengths = {}
         for sequence in list(self.admission.running):
             if sequence not in self.admission.running or not sequence.is_decoding:

@@ -24,7 +24,7 @@ class ManifestError(Exception):
 
 @dataclass(frozen=True)
 class Artifact:
-    """One published file, relative to the engine folder. `sha256` covers it and its `data_files`."""
+    """One published file of the engine folder; `sha256` covers it and its `data_files`."""
 
     path: str
     bytes: int

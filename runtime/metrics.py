@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 
 
 class Metrics:
@@ -15,7 +15,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.verified_at: Counter[int] = Counter()
         self.accepted_at: Counter[int] = Counter()
         self._lap_s = time.perf_counter()

@@ -72,14 +72,16 @@ class Parameter:
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequest(f"{self.name} must be {self.range_text}, got {value}")
-        too_low = self.low is not None and (
-            value <= self.low if self.low_is_open else value < self.low
-        )
-        if too_low or (self.high is not None and value > self.high):
+        if isinstance(value, int | float) and not self._in_range(value):
             raise InvalidRequest(f"{self.name} must be {self.range_text}, got {value}")
         if self.choices and value not in self.choices:
             raise InvalidRequest(f"{self.name} must be {self.range_text}, got {_shown(value)}")
         return value
+
+    def _in_range(self, value: float) -> bool:
+        if self.low is not None and (value < self.low or (self.low_is_open and value == self.low)):
+            return False
+        return self.high is None or value <= self.high
 
 
 PARAMETERS: dict[str, Parameter] = {

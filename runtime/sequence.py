@@ -39,6 +39,7 @@ class Sequence:
     num_drafter_computed: int = 0
     pending_features: list[NDArray[np.float32]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    ended: bool = False  # the final output has been sent
 
     # Statistics, in tokens unless the name says otherwise
     num_rounds: int = 0
@@ -113,26 +114,28 @@ class Sequence:
         new_ids = self.token_ids[self.num_prompt + self._num_sent :]
         if not done and not (self.request.stream and new_ids):
             return
-        text, self._unsent_text = self._unsent_text, ""
         self._num_sent += len(new_ids)
+        self._send(new_ids)
+
+    def abort(self, reason: FinishReason, error: str | None = None) -> None:
+        """End the sequence from outside, with a final output."""
+        self.finish_reason = reason
+        self._send([], error)
+
+    def _send(self, new_ids: list[int], error: str | None = None) -> None:
+        assert not self.ended, "a sequence ends once"
+        self.ended = self.finish_reason is not None
+        text, self._unsent_text = self._unsent_text, ""
         self.on_output(
             RequestOutput(
                 text=text,
                 token_ids=new_ids,
                 finish_reason=self.finish_reason,
-                error=None,
+                error=error,
                 num_input_tokens=self.num_prompt,
                 num_output_tokens=self.num_output,
-                stats=self.stats() if done else {},
+                stats=self.stats() if self.ended else {},
             )
-        )
-
-    def abort(self, reason: FinishReason, error: str | None = None) -> None:
-        """End the sequence from outside, with a final output."""
-        assert self.finish_reason is None, "a sequence ends once"
-        self.finish_reason = reason
-        self.on_output(
-            RequestOutput("", [], reason, error, self.num_prompt, self.num_output, self.stats())
         )
 
     def stats(self) -> dict[str, float]:
