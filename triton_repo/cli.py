@@ -1,9 +1,126 @@
-"""Command-line entry points of `triton_repo`."""
+"""`dspark package` and `dspark serve`."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from runtime.config import ConfigError, RuntimeConfig
+from runtime.manifest import ManifestError
+from triton_repo.contract import MODEL_NAME
+from triton_repo.package import PackageError, package
+from triton_repo.server import Address, ServerError, TritonServer
+
+DEFAULT_NAME = "smollm2"
+_WATCH_PERIOD_S = 0.5
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register this folder's subcommands."""
+    parser = subparsers.add_parser(
+        "package",
+        help="package engines as a Triton model repository",
+        description="Make build/NAME/repository from build/NAME/engines and build/NAME/hf.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_common(parser)
+    parser.set_defaults(func=run_package)
+
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a packaged repository with Triton",
+        description="Start Triton on build/NAME/repository; Ctrl-C stops everything it started.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_common(parser)
+    address = Address()
+    parser.add_argument("--host", default=address.host, help="address to listen on")
+    for protocol, port in address.ports.items():
+        parser.add_argument(
+            f"--{protocol}-port", type=int, default=port, help=f"port for {protocol}"
+        )
+    options = parser.add_argument_group("decoder options (units are in the names)")
+    for field in dataclasses.fields(RuntimeConfig):
+        options.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=type(field.default),
+            default=field.default,
+            metavar=type(field.default).__name__.upper(),
+            help=" ",  # the formatter adds the default to a help text only
+        )
+    parser.set_defaults(func=run_serve)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", default=DEFAULT_NAME, help="folder under the build folder")
+    parser.add_argument(
+        "--build-dir", type=Path, default=Path("build"), help="folder of all build outputs"
+    )
+
+
+def run_package(args: argparse.Namespace) -> int:
+    """`dspark package`."""
+    repository = args.build_dir / args.name / "repository"
+    try:
+        made = package(args.build_dir / args.name)
+    except (PackageError, ManifestError, OSError) as error:
+        print(f"dspark package: {error}", file=sys.stderr)
+        return 1
+    print(f"{repository}: {'packaged' if made else 'up to date'}")
+    return 0
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """`dspark serve`: returns when told to stop (0) or when the server cannot run (1)."""
+    work_dir = args.build_dir / args.name
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    try:
+        config = RuntimeConfig(
+            **{f.name: getattr(args, f.name) for f in dataclasses.fields(RuntimeConfig)}
+        )
+        address = Address(args.host, args.http_port, args.grpc_port, args.metrics_port)
+        _serve(TritonServer(work_dir / "repository", work_dir, address, config), stop)
+    except (ConfigError, ServerError, OSError) as error:
+        print(f"dspark serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _serve(server: TritonServer, stop: threading.Event) -> None:
+    started_s = time.monotonic()
+    print(f"starting Triton on {server.repository} (log: {server.log_path})", flush=True)
+    try:
+        server.start()
+        server.wait_until_ready(stop=stop)
+        if not stop.is_set():
+            _announce(server.address, time.monotonic() - started_s)
+        while not stop.wait(_WATCH_PERIOD_S):
+            if server.exit_code() is not None:
+                raise ServerError(f"the server ended: {server.last_words()}")
+    finally:
+        print("stopping", flush=True)
+        server.stop()
+
+
+def _announce(address: Address, ready_s: float) -> None:
+    ports = ", ".join(f"{protocol} {port}" for protocol, port in address.ports.items())
+    body = '{"text_input": "What is the capital of France?", "max_tokens": 32}'
+    print(
+        f"ready after {ready_s:.1f} s on {address.host} ({ports}); Ctrl-C stops it. Try:\n\n"
+        f"  curl -s {address.http_url}/v2/models/{MODEL_NAME}/generate -d '{body}'\n",
+        flush=True,
+    )

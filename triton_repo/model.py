@@ -1,0 +1,133 @@
+"""The served model: glue between Triton's Python backend and the bridge.
+
+Runs inside Triton's Python stub, from a packaged repository, where `runtime` and `triton_repo` lie
+beside this file. The stub knows neither a virtual environment nor PYTHONPATH, so folders with
+third-party packages come in the environment variable DSPARK_SITE_PACKAGES (os.pathsep between
+them); DSPARK_CONFIG names a JSON file of RuntimeConfig overrides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [
+    str(HERE),
+    *filter(None, os.environ.get("DSPARK_SITE_PACKAGES", "").split(os.pathsep)),
+]
+
+import numpy as np  # noqa: E402
+import triton_python_backend_utils as pb_utils  # noqa: E402
+
+from runtime.config import RuntimeConfig, load_config  # noqa: E402
+from runtime.decoder import Decoder  # noqa: E402
+from triton_repo.bridge import Answer, Bridge, Failure  # noqa: E402
+from triton_repo.contract import OUTPUTS  # noqa: E402
+
+_ERROR_CODES = {  # attributes of TritonError, which does not exist before `initialize`
+    "invalid": "INVALID_ARG",
+    "unavailable": "UNAVAILABLE",
+    "internal": "INTERNAL",
+    "cancelled": "CANCELLED",
+}
+_NUMPY_TYPES = {"STRING": np.object_, "INT32": np.int32}
+
+
+class TritonSender:
+    """A bridge's `Sender` over Triton's response sender."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def send(self, message: Answer | Failure, final: bool) -> None:
+        """Send one response; the final one also lets go of Triton's sender."""
+        sender = self._sender
+        if final:
+            self._sender = None
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        sender.send(_response(message), flags=flags)
+
+    def is_cancelled(self) -> bool:
+        """Whether Triton saw the client cancel or disconnect."""
+        return self._sender is not None and self._sender.is_cancelled()
+
+
+def _response(message: Answer | Failure) -> Any:
+    if isinstance(message, Failure):
+        code = getattr(pb_utils.TritonError, _ERROR_CODES[message.kind])
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(message.message, code))
+    tensors = []
+    for name, tensor in OUTPUTS.items():
+        value = getattr(message, name)
+        values = value if tensor.is_list else [value]
+        array = np.array([values], dtype=_NUMPY_TYPES[tensor.datatype])
+        tensors.append(pb_utils.Tensor(name, array))
+    return pb_utils.InferenceResponse(tensors)
+
+
+class MetricsExport:
+    """The decoder's numbers as Prometheus metrics: counters where a name ends in `_total`."""
+
+    def __init__(self) -> None:
+        self._families: list[Any] = []  # a metric lives no longer than its family
+        self._metrics: dict[str, Any] = {}
+        self._values: dict[str, float] = {}
+
+    def update(self, values: dict[str, float]) -> None:
+        """Export what changed; a name that appears for the first time is registered."""
+        for name, value in values.items():
+            if name not in self._metrics:
+                self._register(name)
+            change = value - self._values.get(name, 0)
+            if change and name.endswith("_total"):
+                self._metrics[name].increment(change)
+            elif change:
+                self._metrics[name].set(value)
+            self._values[name] = value
+
+    def _register(self, name: str) -> None:
+        family = pb_utils.MetricFamily(
+            name=f"dspark_{name}",
+            description=name.replace("_", " "),
+            kind=(
+                pb_utils.MetricFamily.COUNTER
+                if name.endswith("_total")
+                else pb_utils.MetricFamily.GAUGE
+            ),
+        )
+        self._families.append(family)
+        self._metrics[name] = family.Metric(labels={})
+
+
+class TritonPythonModel:
+    """What Triton's Python backend calls."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Open the engines beside this file and start decoding."""
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        path = os.environ.get("DSPARK_CONFIG")
+        config = load_config(Path(path)) if path else RuntimeConfig()
+        decoder = Decoder(HERE / "engines", HERE / "tokenizer", config)
+        _ = decoder.tokenizer.has_chat_template  # loads it now, not in the first request
+        metrics = MetricsExport()
+        self._bridge = Bridge(
+            decoder,
+            config.max_prompt_bytes,
+            on_tick=lambda: metrics.update(decoder.metrics()),
+            on_death=lambda: os._exit(1),  # Triton starts a dead stub again
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests; their answers come through their response senders."""
+        for request in requests:
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            sender = TritonSender(request.get_response_sender())
+            self._bridge.accept(tensors, request.parameters(), sender)
+
+    def finalize(self) -> None:
+        """End every request and free the engines."""
+        self._bridge.close()

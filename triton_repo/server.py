@@ -1,0 +1,311 @@
+"""Starts and stops the tritonserver that the nvidia-pytriton package carries.
+
+Only that package's files are used, none of its Python code: the server, its Python backend, and a
+stub program per Python version, which runs model.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+
+from runtime.config import RuntimeConfig
+from triton_repo.contract import MODEL_NAME
+
+READY_TIMEOUT_S = 300.0  # large engines take long to load
+STOP_TIMEOUT_S = 15.0
+# Triton's HTTP threads copy a whole JSON body to their stack, so one larger than that kills the
+# server. With the usual 8 MB, 10 MB of prompt would. Only address space is taken, not memory.
+HTTP_STACK_BYTES = 256 << 20
+_POLL_S = 0.1
+_QUOTED_LINES = 5
+
+
+class ServerError(Exception):
+    """The server cannot run; the message says why in a sentence."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens."""
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Ports by the protocol they serve."""
+        return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
+
+    @property
+    def client_host(self) -> str:
+        """A host that a client on this machine can connect to."""
+        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+
+    @property
+    def http_url(self) -> str:
+        """Base address of the HTTP endpoint."""
+        return f"http://{self.client_host}:{self.http_port}"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The bundled server's files and the environment that lets its programs find theirs."""
+
+    tritonserver: Path
+    python_backend: Path
+    stub: Path
+    environment: dict[str, str]
+
+
+def find_installation() -> Installation:
+    """Locate the bundled server for this Python. Raises ServerError saying what is missing."""
+    try:
+        files = metadata.distribution("nvidia-pytriton")
+    except metadata.PackageNotFoundError as error:
+        raise ServerError(
+            "the package nvidia-pytriton, which carries tritonserver, is not installed in "
+            f"{sys.prefix}: run `make serve`, which installs it"
+        ) from error
+    bundle = Path(str(files.locate_file("pytriton/tritonserver")))
+    libraries = Path(str(files.locate_file("nvidia_pytriton.libs")))
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = bundle / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.is_file():
+        known = ", ".join(sorted(p.name for p in (bundle / "python_backend_stubs").iterdir()))
+        raise ServerError(f"tritonserver has no stub for Python {version}, only for {known}")
+    library_dirs = [str(sysconfig.get_config_var("LIBDIR")), str(libraries)]
+    if "LD_LIBRARY_PATH" in os.environ:
+        library_dirs.append(os.environ["LD_LIBRARY_PATH"])
+    return Installation(
+        bundle / "bin" / "tritonserver",
+        bundle / "backends" / "python",
+        stub,
+        {
+            "LD_LIBRARY_PATH": ":".join(library_dirs),
+            "DSPARK_SITE_PACKAGES": sysconfig.get_path("purelib"),
+        },
+    )
+
+
+def _check_libraries(installation: Installation, program: Path) -> None:
+    """Run `program` to see whether the loader finds its libraries. Raises ServerError if not."""
+    environment = os.environ | installation.environment
+    run = subprocess.run([program, "--help"], env=environment, capture_output=True, text=True)
+    missing = re.search(r"while loading shared libraries: (\S+?): (.+)", run.stderr)
+    if missing is None:
+        return
+    library, reason = missing.groups()
+    python = re.match(r"libpython(\d+\.\d+)", library)
+    package = f"libpython{python[1]}" if python else f"the package that holds {library}"
+    raise ServerError(
+        f"{program.name} needs the system library {library} ({reason}): "
+        f"install {package}, on Debian and Ubuntu with apt-get install"
+    )
+
+
+def _check_ports(address: Address) -> None:
+    for protocol, port in address.ports.items():
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address.host, port))
+            except OSError as error:
+                raise ServerError(
+                    f"cannot listen for {protocol} on {address.host}:{port} "
+                    f"({os.strerror(error.errno or 0)}): choose another port with "
+                    f"--{protocol}-port, or {protocol.upper()}_PORT= for make serve"
+                ) from error
+
+
+@contextlib.contextmanager
+def _stack_limit(wanted_bytes: int) -> Iterator[None]:
+    """Give processes started inside this stack size for each of their threads, or what is allowed.
+
+    Not "unlimited", even where that is set: threads would then get 2 MB.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    allowed = wanted_bytes if hard == resource.RLIM_INFINITY else min(wanted_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (allowed, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+
+
+class TritonServer:
+    """A running tritonserver; a context manager that leaves no process behind."""
+
+    def __init__(
+        self,
+        repository: Path,
+        work_dir: Path,
+        address: Address | None = None,
+        config: RuntimeConfig | None = None,
+    ) -> None:
+        """Describe the server; nothing happens before `start`.
+
+        Args:
+            repository: a packaged model repository.
+            work_dir: for the log, the backend folder and the configuration.
+            address: where to listen.
+            config: of the decoder.
+        """
+        self.repository = repository
+        self.address = address or Address()
+        self.log_path = work_dir / "serve.log"
+        self._work_dir = work_dir
+        self._config = config or RuntimeConfig()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> TritonServer:
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, which is also that of its process group."""
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the server process. Raises ServerError when it cannot run here."""
+        if not (self.repository / MODEL_NAME / "config.pbtxt").is_file():
+            raise ServerError(
+                f"{self.repository} is no packaged model repository: run `make engines` first"
+            )
+        _check_ports(self.address)
+        installation = find_installation()
+        _check_libraries(installation, installation.tritonserver)
+        _check_libraries(installation, installation.stub)
+        backends = self._prepare_backends(installation)
+        config_path = self._work_dir / "serve.json"
+        config_path.write_text(json.dumps(asdict(self._config), indent=2) + "\n")
+        command = [
+            str(installation.tritonserver),
+            f"--model-repository={self.repository}",
+            f"--backend-directory={backends}",
+            "--model-control-mode=none",
+            "--disable-auto-complete-config",
+        ]
+        for protocol, port in self.address.ports.items():
+            command += [f"--{protocol}-address={self.address.host}", f"--{protocol}-port={port}"]
+        environment = {
+            **os.environ,
+            **installation.environment,
+            "DSPARK_CONFIG": str(config_path.resolve()),
+        }
+        with self.log_path.open("wb") as log, _stack_limit(HTTP_STACK_BYTES):
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is ours to handle
+            )
+
+    def wait_until_ready(
+        self, timeout_s: float = READY_TIMEOUT_S, stop: threading.Event | None = None
+    ) -> None:
+        """Return when the model answers, or `stop` is set.
+
+        Raises ServerError when the server ends or takes longer.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        stop = stop or threading.Event()
+        while not stop.wait(_POLL_S) and not self.is_ready():
+            if self.exit_code() is not None:
+                raise ServerError(f"the server ended while starting: {self.last_words()}")
+            if time.monotonic() > deadline_s:
+                raise ServerError(
+                    f"the server was not ready within {timeout_s:g} s: {self.last_words()}"
+                )
+
+    def is_ready(self) -> bool:
+        """Whether the server and its model are ready for requests."""
+        url = f"{self.address.http_url}/v2/health/ready"
+        try:
+            with urllib.request.urlopen(url, timeout=1) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def exit_code(self) -> int | None:
+        """Exit code of the server, or None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def last_words(self) -> str:
+        """What the end of the log says, for a message; ends with the place of the whole log."""
+        text = self.log_path.read_text(errors="replace")
+        refusal = re.search(r"failed to load .*?: Internal: \w+: (.+?)(?:\\n|\"?$)", text, re.M)
+        if refusal:  # what model.py raised
+            return f"{refusal[1]} (log: {self.log_path})"
+        telling = [line for line in text.splitlines() if _is_telling(line)]
+        quoted = " | ".join(telling[-_QUOTED_LINES:]) or "it said nothing"
+        return f"{quoted} (log: {self.log_path})"
+
+    def stop(self) -> None:
+        """End the server and everything it started; may be called again."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+        # Stubs of a server that died or hangs stay behind in its process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _prepare_backends(self, installation: Installation) -> Path:
+        """A backend folder whose Python backend has the stub of this Python."""
+        backends = self._work_dir / "backends"
+        shutil.rmtree(backends, ignore_errors=True)
+        folder = backends / "python"
+        folder.mkdir(parents=True)
+        for source in (*installation.python_backend.glob("*[!_]"), installation.stub):
+            (folder / source.name).symlink_to(source)
+        return backends
+
+
+def _is_telling(line: str) -> bool:
+    """Whether a log line says what went wrong: errors, but not those of a machine without a GPU."""
+    if re.search(r"NVML|DCGM|CudaDriver|CUDA", line):
+        return False
+    return bool(re.match(r"E\d{4} |error|.*(Error|Exception): ", line))
