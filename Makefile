@@ -1,0 +1,71 @@
+# Wraps the `dspark` command. `make help` lists the targets and variables.
+
+NAME ?= smollm2
+MODEL ?=
+DTYPE ?= fp32
+# The embedded model's own drafter goes with it; another model brings its own or none.
+DRAFTER ?= $(if $(MODEL),,$(wildcard models/dspark_smollm2_135m))
+HOST ?= 127.0.0.1
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+ARGS ?=
+PYTHON ?=
+
+DSPARK := .venv/bin/dspark
+# One stamp for each content of pyproject.toml: installing happens once.
+INSTALLED := .venv/.installed-$(shell sha256sum pyproject.toml | cut -c 1-16)
+PYTHONS := $(or $(PYTHON),python3.12 python3.11 python3.13 python3)
+
+.PHONY: help install export engines repo serve test clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@echo
+	@echo 'MODEL=<Hugging Face folder or .gguf>   the embedded SmolLM2-135M-Instruct when absent'
+	@echo 'NAME=$(NAME)  DTYPE=$(DTYPE) (fp32, fp16, bf16)  DRAFTER=$(DRAFTER)'
+	@echo 'HOST=$(HOST)  HTTP_PORT=$(HTTP_PORT)  GRPC_PORT=$(GRPC_PORT)  METRICS_PORT=$(METRICS_PORT)'
+	@echo 'ARGS=<more options of dspark serve>   PYTHON=<a Python from 3.11 to 3.13 for .venv>'
+
+install: $(INSTALLED) ## make .venv with the pinned dependencies
+
+export: $(INSTALLED) ## checkpoint to ONNX, with a parity report
+	$(DSPARK) export --name $(NAME) --dtype $(DTYPE) \
+	  $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTER),--drafter $(DRAFTER))
+
+engines: export ## export, build and package: everything up to the model repository
+	$(DSPARK) build --name $(NAME)
+	$(DSPARK) package --name $(NAME)
+
+repo: $(INSTALLED) ## package the model repository from engines that are built
+	$(DSPARK) package --name $(NAME)
+
+serve: engines ## all of it, then Triton in the foreground; Ctrl-C stops it
+	$(DSPARK) serve --name $(NAME) --host $(HOST) --http-port $(HTTP_PORT) \
+	  --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(ARGS)
+
+test: $(INSTALLED) ## lint, format check, type check and tests; needs no GPU
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/pytest
+
+clean: ## remove build outputs; .venv stays
+	rm -rf build
+
+$(INSTALLED): | .venv/bin/pip
+	.venv/bin/pip install --disable-pip-version-check --editable '.[dev]'
+	@rm -f .venv/.installed-*
+	@touch $@
+
+.venv/bin/pip:
+	@for python in $(PYTHONS); do \
+	  if $$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
+	    echo "making .venv with $$($$python --version)"; \
+	    exec $$python -m venv .venv; \
+	  fi; \
+	done; \
+	echo 'There is no Python from 3.11 to 3.13 with venv among: $(PYTHONS).' \
+	  'Install one (Debian, Ubuntu: apt-get install python3-venv) or name one with PYTHON=.' >&2; \
+	exit 1
