@@ -163,6 +163,7 @@ class Bridge:
         self._max_prompt_bytes = max_prompt_bytes
         self._on_tick = on_tick
         self._on_death = on_death
+        self._dead = False
         self._open: set[_Reply] = set()
         self._open_lock = threading.Lock()
         self._outbox: queue.SimpleQueue[_Reply | None] = queue.SimpleQueue()
@@ -258,17 +259,20 @@ class Bridge:
             with self._open_lock:
                 open_replies = list(self._open)
             if not self._decoder.is_healthy():
-                for reply in open_replies:
-                    self._refuse(
-                        reply, Failure("internal", "the decoder stopped and is started again")
-                    )
-                self._on_death()
+                self._die(open_replies)
                 return
             for reply in open_replies:  # waiting or prefilling ones produce no outputs to ask at
                 self._cancel_if_asked(reply)
             self._on_tick()
         except Exception:
             log.exception("housekeeping failed")
+
+    def _die(self, open_replies: list[_Reply]) -> None:
+        for reply in open_replies:
+            self._refuse(reply, Failure("internal", "the decoder has stopped, and the server ends"))
+        if not self._dead:
+            self._dead = True
+            self._on_death()
 
     def _cancel_if_asked(self, reply: _Reply) -> bool:
         if reply.request_id is None or not reply.sender.is_cancelled():

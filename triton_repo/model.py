@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,16 @@ class MetricsExport:
         self._metrics[name] = family.Metric(labels={})
 
 
+def _end_server() -> None:
+    """End the tritonserver that started this stub.
+
+    Without its decoder it would go on calling itself ready (2.51 does, even when the stub is gone);
+    ended, whatever supervises it starts it again.
+    """
+    logging.getLogger("dspark").error("the decoder has stopped: ending the server")
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
 class TritonPythonModel:
     """What Triton's Python backend calls."""
 
@@ -118,7 +129,7 @@ class TritonPythonModel:
             decoder,
             config.max_prompt_bytes,
             on_tick=lambda: metrics.update(decoder.metrics()),
-            on_death=lambda: os._exit(1),  # Triton starts a dead stub again
+            on_death=_end_server,
         )
 
     def execute(self, requests: list[Any]) -> None:

@@ -31,7 +31,8 @@ from runtime.config import RuntimeConfig
 from triton_repo.contract import MODEL_NAME
 
 READY_TIMEOUT_S = 300.0  # large engines take long to load
-STOP_TIMEOUT_S = 15.0
+EXIT_TIMEOUT_S = 10  # what the server gives its models to end
+STOP_TIMEOUT_S = EXIT_TIMEOUT_S + 5.0
 # Triton's HTTP threads copy a whole JSON body to their stack, so one larger than that kills the
 # server. With the usual 8 MB, 10 MB of prompt would. Only address space is taken, not memory.
 HTTP_STACK_BYTES = 256 << 20
@@ -89,7 +90,7 @@ def find_installation() -> Installation:
         ) from error
     bundle = Path(str(files.locate_file("pytriton/tritonserver")))
     libraries = Path(str(files.locate_file("nvidia_pytriton.libs")))
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    version = "{}.{}".format(*sys.version_info[:2])
     stub = bundle / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
         known = ", ".join(sorted(p.name for p in (bundle / "python_backend_stubs").iterdir()))
@@ -108,7 +109,7 @@ def find_installation() -> Installation:
     )
 
 
-def _check_libraries(installation: Installation, program: Path) -> None:
+def check_libraries(installation: Installation, program: Path) -> None:
     """Run `program` to see whether the loader finds its libraries. Raises ServerError if not."""
     environment = os.environ | installation.environment
     run = subprocess.run([program, "--help"], env=environment, capture_output=True, text=True)
@@ -211,8 +212,8 @@ class TritonServer:
             )
         _check_ports(self.address)
         installation = find_installation()
-        _check_libraries(installation, installation.tritonserver)
-        _check_libraries(installation, installation.stub)
+        check_libraries(installation, installation.tritonserver)
+        check_libraries(installation, installation.stub)
         backends = self._prepare_backends(installation)
         config_path = self._work_dir / "serve.json"
         config_path.write_text(json.dumps(asdict(self._config), indent=2) + "\n")
@@ -222,6 +223,7 @@ class TritonServer:
             f"--backend-directory={backends}",
             "--model-control-mode=none",
             "--disable-auto-complete-config",
+            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         ]
         for protocol, port in self.address.ports.items():
             command += [f"--{protocol}-address={self.address.host}", f"--{protocol}-port={port}"]
@@ -308,4 +310,4 @@ def _is_telling(line: str) -> bool:
     """Whether a log line says what went wrong: errors, but not those of a machine without a GPU."""
     if re.search(r"NVML|DCGM|CudaDriver|CUDA", line):
         return False
-    return bool(re.match(r"E\d{4} |error|.*(Error|Exception): ", line))
+    return bool(re.match(r"E\d{4} |error|ERROR |.*(Error|Exception): ", line))

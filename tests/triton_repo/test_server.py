@@ -1,0 +1,81 @@
+"""What the launcher says when the server cannot run here; the running server is in test_e2e."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from triton_repo import server
+from triton_repo.server import Address, Installation, ServerError, TritonServer, find_installation
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository that looks packaged but whose model cannot be loaded."""
+    model = tmp_path / "repository" / "dspark"
+    (model / "1").mkdir(parents=True)
+    (model / "config.pbtxt").write_text('name: "dspark" backend: "python" max_batch_size: 1')
+    (model / "1" / "model.py").write_text(
+        "class EngineError(Exception): pass\n"
+        "class TritonPythonModel:\n"
+        "    def initialize(self, args):\n"
+        "        raise EngineError('the engines are for another machine: run `make engines`')\n"
+        "    def execute(self, requests): pass\n"
+    )
+    return model.parent
+
+
+def free_ports() -> Address:
+    """An address with three ports that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return Address("127.0.0.1", *ports)
+
+
+def test_port_in_use_names_the_port_and_the_option(repository: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = rf"grpc on 127.0.0.1:{port} \(Address already in use\).*--grpc-port"
+        with pytest.raises(ServerError, match=message):
+            TritonServer(repository, tmp_path, Address(http_port=0, grpc_port=port)).start()
+
+
+def test_missing_repository_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="make engines"):
+        TritonServer(tmp_path / "repository", tmp_path).start()
+
+
+def test_missing_library_names_the_package(tmp_path: Path) -> None:
+    stub = tmp_path / "triton_python_backend_stub"
+    stub.write_text(
+        "#!/bin/sh\n"
+        'echo "$0: error while loading shared libraries: libpython3.11.so.1.0: '
+        'cannot open shared object file: No such file or directory" >&2\nexit 127\n'
+    )
+    stub.chmod(0o755)
+    installation = Installation(stub, tmp_path, stub, {})
+    with pytest.raises(ServerError, match=r"libpython3\.11\.so\.1\.0 .*install libpython3\.11"):
+        server.check_libraries(installation, stub)
+
+
+def test_unsupported_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 99))
+    with pytest.raises(ServerError, match=r"no stub for Python 3\.99, only for .*3\.11"):
+        find_installation()
+
+
+@pytest.mark.slow
+def test_model_that_cannot_load_is_quoted(repository: Path, tmp_path: Path) -> None:
+    launcher = TritonServer(repository, tmp_path, free_ports())
+    with (
+        pytest.raises(ServerError, match="the engines are for another machine: run `make engines`"),
+        launcher,
+    ):
+        pass
+    assert launcher.exit_code() is None  # stopped, and may be stopped again
+    launcher.stop()
