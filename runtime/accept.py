@@ -9,12 +9,12 @@ Leviathan et al. 2023 (rejection); DSpark section 2; greedy is either rule with 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.randomness import Stream, uniforms
+from runtime.randomness import RoundNoise
 from runtime.request import Request
 from runtime.sampling import Probs, draw, softmax, target_probs
 
@@ -29,7 +29,7 @@ class Accepted(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """One request's draft: token ids [g], logits [g, V'] and the target id of each draft id [V'].
+    """Draft tokens of one request: ids [l], logits [l, V'], target id of each draft id [V'].
 
     `logits` are None for a greedy request, whose q is one-hot on `token_ids`.
     """
@@ -38,41 +38,37 @@ class Draft(NamedTuple):
     logits: NDArray[np.float32] | None
     vocab: NDArray[np.int64] | None
 
+    def first(self, length: int) -> Draft | None:
+        """The first `length` tokens; None where that is 0."""
+        if length == 0:
+            return None
+        logits = None if self.logits is None else self.logits[:length]
+        return Draft(self.token_ids[:length], logits, self.vocab)
+
 
 def accept(
-    request: Request,
-    position: int,
-    num_verified: int,
-    draft: Draft | None,
-    logits: NDArray[np.float32],
+    request: Request, draft: Draft | None, noise: RoundNoise, logits: NDArray[np.float32]
 ) -> Accepted:
     """Apply the request's rule to one round.
 
     Args:
-        request: temperature, filters, seed and rule.
-        position: absolute position of the first drafted token (the anchor's plus one).
-        num_verified: draft tokens l that were verified; may be 0.
-        draft: of this round; may be None when `num_verified` is 0.
+        request: temperature, filters and rule.
+        draft: the l draft tokens that were verified; None where l is 0.
+        noise: of this round and request.
         logits: [l + 1, V] of the verifier; row i follows the anchor and i draft tokens.
     """
-    ids = draft.token_ids[:num_verified] if draft is not None else np.empty(0, np.int64)
+    ids = np.empty(0, np.int64) if draft is None else draft.token_ids
     if request.greedy:
         return accept_equal(ids, lambda row: int(logits[row].argmax()))
 
     def target(row: int) -> Probs:
         return target_probs(logits[row], request)
 
-    positions = np.arange(position, position + num_verified + 1)
     if request.coupled or draft is None:
-        stream = Stream.COUPLED if request.coupled else Stream.TARGET
-        noise = uniforms(request.seed, positions, stream)
-        return accept_equal(ids, lambda row: draw(target(row), noise[row]))
-
+        return accept_equal(ids, lambda row: draw(target(row), noise.tokens[row]))
     assert draft.logits is not None, "a sampled draft comes with its logits"
-    draft_probs = softmax(draft.logits[:num_verified] / np.float32(request.temperature))
-    return accept_rejection(
-        ids, draft_probs, draft.vocab, target, seed=request.seed, position=position
-    )
+    draft_probs = softmax(draft.logits / np.float32(request.temperature))
+    return accept_rejection(ids, draft_probs, draft.vocab, target, noise)
 
 
 def accept_equal(draft_ids: NDArray[np.int64], target_token: Callable[[int], int]) -> Accepted:
@@ -90,11 +86,9 @@ def accept_equal(draft_ids: NDArray[np.int64], target_token: Callable[[int], int
 def accept_rejection(
     draft_ids: NDArray[np.int64],
     draft_probs: NDArray[np.float32],
-    vocab: NDArray[Any] | None,
+    vocab: NDArray[np.int64] | None,
     target: TargetRow,
-    *,
-    seed: int,
-    position: int,
+    noise: RoundNoise,
 ) -> Accepted:
     """Speculative rejection sampling.
 
@@ -104,25 +98,20 @@ def accept_rejection(
     Args:
         draft_ids: [l] target ids, sampled from `draft_probs`.
         draft_probs: [l, V'] the exact distributions that were sampled (q).
-        vocab: [V'] target id of each draft id, or None when the vocabularies are the same.
+        vocab: [V'] target id of each draft id, ascending; None when the vocabularies are the same.
         target: row -> [V] target probabilities (p), asked only as far as needed.
-        seed: of the request.
-        position: absolute position of `draft_ids[0]`.
+        noise: coins [l] and tokens [l + 1].
     """
-    length = len(draft_ids)
-    anchor = position - 1
-    coins = uniforms(seed, np.arange(position, position + length), Stream.ACCEPT, anchor)
     for row, draft_id in enumerate(draft_ids):
         p, q = target(row), draft_probs[row]
         column = draft_id if vocab is None else np.searchsorted(vocab, draft_id)
-        if coins[row] * q[column] < p[draft_id]:
+        if noise.coins[row] * q[column] < p[draft_id]:
             continue
         residual = p.copy()
         residual[slice(None) if vocab is None else vocab] -= q
         np.maximum(residual, 0, out=residual)
         # p == q up to rounding leaves nothing; then p itself is the residual's limit.
         weights = residual if residual.any() else p
-        noise = uniforms(seed, position + row, Stream.RESIDUAL)
-        return Accepted(row, draw(weights, float(noise)))
-    noise = uniforms(seed, position + length, Stream.TARGET)
-    return Accepted(length, draw(target(length), float(noise)))
+        return Accepted(row, draw(weights, noise.tokens[row]))
+    length = len(draft_ids)
+    return Accepted(length, draw(target(length), noise.tokens[length]))

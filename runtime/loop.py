@@ -6,6 +6,8 @@ engines, acceptance and policies are behind their own modules.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +25,7 @@ from runtime.engine import Engines
 from runtime.kv_blocks import BlockPool
 from runtime.manifest import Manifest
 from runtime.metrics import Metrics
-from runtime.randomness import Stream, uniforms
+from runtime.randomness import draft_uniforms, round_noise
 from runtime.request import FinishReason, Request
 from runtime.schedule import choose_lengths, parse_policy
 from runtime.sequence import OnOutput, Sequence
@@ -91,11 +93,11 @@ class Loop:
         metrics.lap("admit")
         drafts = self._draft(caps)
         metrics.lap("draft")
-        lengths = self._schedule(caps, drafts)
+        verified = self._schedule(caps, drafts)
         metrics.lap("schedule")
-        for group in (self._decode_segments(lengths, drafts), self._prefill_segments()):
+        for group in (self._decode_segments(caps, verified), self._prefill_segments()):
             if group:
-                self._verify(group, lengths, drafts)
+                self._verify(group, verified)
 
     def _reserve(self) -> Lengths:
         """Blocks for this step's tokens; returns how many draft tokens each sequence may get."""
@@ -137,7 +139,20 @@ class Loop:
         ]
         if not sequences:
             return {}
-        segments = [self._draft_segment(s) for s in sequences]
+        noise = draft_uniforms(
+            [s.request for s in sequences], [s.num_computed for s in sequences], self._block_size
+        )
+        segments = [
+            DraftSegment(
+                features=np.concatenate(s.pending_features),
+                context_len=s.num_drafter_computed,
+                blocks=s.blocks,
+                anchor_id=s.token_ids[s.num_computed],
+                temperature=s.request.temperature,
+                uniforms=uniforms,
+            )
+            for s, uniforms in zip(sequences, noise, strict=True)
+        ]
         batch = pack_draft(segments, self._block_tokens)
         outputs = drafter.run(batch.inputs)
         drafter.commit(np.arange(len(batch.slots)), batch.slots)
@@ -156,41 +171,24 @@ class Loop:
                 )
         return drafts
 
-    def _draft_segment(self, sequence: Sequence) -> DraftSegment:
-        request = sequence.request
-        anchor = sequence.num_computed
-        noise = np.zeros(self._block_size, np.float32)
-        if not request.greedy:
-            positions = np.arange(anchor + 1, anchor + 1 + self._block_size)
-            noise = (
-                uniforms(request.seed, positions, Stream.COUPLED)
-                if request.coupled
-                else uniforms(request.seed, positions, Stream.DRAFT, anchor)
-            )
-        return DraftSegment(
-            features=np.concatenate(sequence.pending_features),
-            context_len=sequence.num_drafter_computed,
-            blocks=sequence.blocks,
-            anchor_id=sequence.token_ids[anchor],
-            temperature=request.temperature,
-            uniforms=noise,
-        )
+    def _schedule(self, caps: Lengths, drafts: Drafts) -> Drafts:
+        """Cut each draft to the tokens that will be verified; a draft cut to none is left out."""
+        if not drafts:
+            return {}
+        lengths = choose_lengths(self._policy, np.array([caps[s] for s in drafts])).tolist()
+        cut = {s: d.first(n) for (s, d), n in zip(drafts.items(), lengths, strict=True)}
+        return {s: d for s, d in cut.items() if d is not None}
 
-    def _schedule(self, caps: Lengths, drafts: Drafts) -> Lengths:
-        lengths = dict.fromkeys(caps, 0)
-        if drafts:
-            chosen = choose_lengths(self._policy, np.array([caps[s] for s in drafts]))
-            lengths.update(zip(drafts, chosen.tolist(), strict=True))
-        return lengths
-
-    def _decode_segments(self, lengths: Lengths, drafts: Drafts) -> dict[Sequence, VerifySegment]:
+    def _decode_segments(
+        self, sequences: Iterable[Sequence], verified: Drafts
+    ) -> dict[Sequence, VerifySegment]:
         segments = {}
-        for sequence, length in lengths.items():
+        for sequence in sequences:
             token_ids = sequence.token_ids[-1:]
-            if length:
-                token_ids = token_ids + drafts[sequence].token_ids[:length].tolist()
+            if sequence in verified:
+                token_ids = token_ids + verified[sequence].token_ids.tolist()
             segments[sequence] = VerifySegment(
-                token_ids, sequence.num_computed, sequence.blocks, length + 1
+                token_ids, sequence.num_computed, sequence.blocks, len(token_ids)
             )
         return segments
 
@@ -211,42 +209,36 @@ class Loop:
                 budget -= len(token_ids)
         return segments
 
-    def _verify(
-        self, group: dict[Sequence, VerifySegment], lengths: Lengths, drafts: Drafts
-    ) -> None:
+    def _verify(self, group: dict[Sequence, VerifySegment], verified: Drafts) -> None:
         """One verifier pass over the group, then accept, commit and emit for each sequence."""
         metrics = self.metrics
-        batch = pack_verify(list(group.values()), self._block_tokens)
+        segments = list(group.values())
+        batch = pack_verify(segments, self._block_tokens)
         metrics.lap("pack")
         outputs = self._engines.verifier.run(batch.inputs)
         metrics.counts["verifier_tokens"] += len(batch.inputs["token_ids"])
         metrics.lap("verify")
 
+        noise = round_noise(
+            [s.request for s in group],
+            [len(s.token_ids) - 1 for s in group],
+            [max(0, segment.num_logits - 1) for segment in segments],
+        )
         rows, into, advances = [], [], []
-        for index, (sequence, segment) in enumerate(group.items()):
-            token_start, logits_start = batch.token_starts[index], batch.logits_starts[index]
+        for i, (sequence, segment) in enumerate(group.items()):
             kept, new_ids = len(segment.token_ids), []
             if segment.num_logits:
-                logits = outputs["logits"][logits_start : logits_start + segment.num_logits]
-                draft = drafts.get(sequence)
-                result = accept(
-                    sequence.request,
-                    len(sequence.token_ids),
-                    segment.num_logits - 1,
-                    draft,
-                    logits,
-                )
+                logits = outputs["logits"][batch.logits_starts[i] :][: segment.num_logits]
+                draft = verified.get(sequence)
+                result = accept(sequence.request, draft, noise[i], logits)
                 kept -= segment.num_logits - 1 - result.num_accepted
                 accepted = [] if draft is None else draft.token_ids[: result.num_accepted].tolist()
                 new_ids = [*accepted, result.next_token]
-            rows.append(np.arange(token_start, token_start + kept))
+            start = batch.token_starts[i]
+            rows.append(np.arange(start, start + kept))
             into.append(slots(segment.blocks, segment.context_len, kept, self._block_tokens))
-            if (
-                self._engines.drafter is not None
-                and self._policy.speculates
-                and sequence.speculates
-            ):
-                sequence.pending_features.append(outputs["features"][token_start:][:kept].copy())
+            if self._policy.speculates and sequence.speculates:
+                sequence.pending_features.append(outputs["features"][start:][:kept].copy())
             advances.append((sequence, segment, kept, new_ids))
         metrics.lap("accept")
 

@@ -8,10 +8,14 @@ object costs more to seed than a whole step's uniforms here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from runtime.request import Request
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -78,3 +82,68 @@ def uniforms(
     key = np.stack([seed & _LOW, seed >> _WORD]).reshape(2, -1)
     word = philox(counter, key)[0]
     return ((word >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(seed.shape)
+
+
+def draft_uniforms(
+    requests: Sequence[Request], anchors: Sequence[int], block_size: int
+) -> NDArray[np.float32]:
+    """[R, g] uniforms that sample the drafts after the given anchor positions (0 for greedy)."""
+    noise = np.zeros((len(requests), block_size), np.float32)
+    rows = [row for row, request in enumerate(requests) if not request.greedy]
+    if rows:
+        anchor = np.array([[anchors[row]] for row in rows])
+        coupled = np.array([[requests[row].coupled] for row in rows])
+        noise[rows] = uniforms(
+            np.array([[requests[row].seed] for row in rows], np.uint64),
+            anchor + np.arange(1, block_size + 1),
+            np.where(coupled, Stream.COUPLED, Stream.DRAFT),
+            np.where(coupled, 0, anchor),
+        )
+    return noise
+
+
+class RoundNoise(NamedTuple):
+    """A round's uniforms for one request; empty for a greedy one.
+
+    `coins` [l] decide about each draft token; `tokens` [l + 1] draw the target's own token in
+    each row, should the round end there.
+    """
+
+    coins: NDArray[np.float32]
+    tokens: NDArray[np.float32]
+
+
+def round_noise(
+    requests: Sequence[Request], anchors: Sequence[int], lengths: Sequence[int]
+) -> list[RoundNoise]:
+    """Uniforms of one round for many requests, made at once because each call costs the same.
+
+    Args:
+        requests: [R].
+        anchors: [R] absolute position of each request's anchor.
+        lengths: [R] draft tokens verified, l of each request.
+    """
+    seeds, positions, rounds, streams = [], [], [], []
+    for request, anchor, length in zip(requests, anchors, lengths, strict=True):
+        if request.greedy:
+            continue
+        own = [Stream.COUPLED] * (length + 1)
+        if not request.coupled:
+            own = [Stream.RESIDUAL] * length + [Stream.TARGET]
+        seeds += [request.seed] * (2 * length + 1)
+        positions += [
+            *range(anchor + 1, anchor + 1 + length),
+            *range(anchor + 1, anchor + 2 + length),
+        ]
+        rounds += [anchor] * length + [0] * (length + 1)
+        streams += [Stream.ACCEPT] * length + own
+    noise = uniforms(np.array(seeds, np.uint64), positions, streams, rounds)
+    result, start = [], 0
+    for request, length in zip(requests, lengths, strict=True):
+        if request.greedy:
+            result.append(RoundNoise(noise[:0], noise[:0]))
+            continue
+        split, end = start + length, start + 2 * length + 1
+        result.append(RoundNoise(noise[start:split], noise[split:end]))
+        start = end
+    return result

@@ -6,6 +6,7 @@ split UTF-8, no lost spaces. Stop strings are matched on that text, wherever tok
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import tokenizers
 from runtime.request import InvalidRequest
 
 _REPLACEMENT = "\ufffd"  # how decoders show bytes that are not (yet) a character
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -28,6 +30,8 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {i for i, token in added.items() if token.special}
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -79,12 +83,21 @@ class Tokenizer:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def is_byte(self, token_id: int) -> bool | None:
+        """Whether the token is a byte-fallback token; None for one without any text."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special_ids:
+            return None
+        return _BYTE_TOKEN.fullmatch(token) is not None
+
 
 class Detokenizer:
     """Turns a growing list of tokens into text, piece by piece.
 
     Tokens before `_read` are in the text already. They are decoded again from `_prefix` on as
     context for the next piece, since a decoder may treat the first token it sees differently.
+    A run of byte-fallback tokens waits for its end: decoders turn the whole run into U+FFFD if any
+    of it is not UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -93,10 +106,16 @@ class Detokenizer:
         self._prefix = 0
         self._read = 0
         self._prefix_text = ""  # decoding of tokens _prefix.._read
+        self._in_byte_run = False
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is now certain (possibly none)."""
         self._token_ids.append(token_id)
+        is_byte = self._tokenizer.is_byte(token_id)
+        if is_byte is not None:
+            self._in_byte_run = is_byte
+        if self._in_byte_run:
+            return ""
         text = self._tokenizer.decode(self._token_ids[self._prefix :])
         if text.endswith(_REPLACEMENT):
             return ""
@@ -128,8 +147,9 @@ class StopMatcher:
     """Finds the first stop string to complete, holding back only what could still begin one."""
 
     def __init__(self, stop_words: tuple[str, ...]) -> None:
-        self._words = stop_words
-        self._longest = max((len(word) for word in stop_words), default=0)
+        # A word with another one inside, before its end, never completes first.
+        self._words = [w for w in stop_words if not any(other in w[:-1] for other in stop_words)]
+        self._longest = max((len(word) for word in self._words), default=0)
         self._held = ""
 
     def push(self, text: str) -> StopMatch:
