@@ -104,6 +104,21 @@ class MetricsExport:
         self._metrics[name] = family.Metric(labels={})
 
 
+def _check_numpy() -> None:
+    """Refuse a stub that was compiled against numpy 1 where numpy 2 is installed.
+
+    It would hand out wrong data without a word. `dspark serve` brings a stub that fits.
+    """
+    if int(np.__version__.split(".")[0]) < 2:
+        return
+    values = [1, 2, 3]
+    if pb_utils.Tensor.from_dlpack("probe", np.array(values)).as_numpy().tolist() != values:
+        raise RuntimeError(
+            f"this Triton's Python backend gives wrong data with numpy {np.__version__}: "
+            "install numpy<2 in its environment, or start it with `dspark serve`"
+        )
+
+
 def _end_server() -> None:
     """End the tritonserver that started this stub.
 
@@ -120,6 +135,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Open the engines beside this file and start decoding."""
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        _check_numpy()
         path = os.environ.get("DSPARK_CONFIG")
         config = load_config(Path(path)) if path else RuntimeConfig()
         decoder = Decoder(HERE / "engines", HERE / "tokenizer", config)

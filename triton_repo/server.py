@@ -1,8 +1,4 @@
-"""Starts and stops the tritonserver that the nvidia-pytriton package carries.
-
-Only that package's files are used, none of its Python code: the server, its Python backend, and a
-stub program per Python version, which runs model.py.
-"""
+"""Starts, watches and stops a tritonserver on a packaged repository."""
 
 from __future__ import annotations
 
@@ -11,24 +7,21 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import sysconfig
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 
 from runtime.config import RuntimeConfig
 from triton_repo.contract import MODEL_NAME
+from triton_repo.installation import InstallationError, prepare_installation
 
 READY_TIMEOUT_S = 300.0  # large engines take long to load
 EXIT_TIMEOUT_S = 10  # what the server gives its models to end
@@ -67,62 +60,6 @@ class Address:
     def http_url(self) -> str:
         """Base address of the HTTP endpoint."""
         return f"http://{self.client_host}:{self.http_port}"
-
-
-@dataclass(frozen=True)
-class Installation:
-    """The bundled server's files and the environment that lets its programs find theirs."""
-
-    tritonserver: Path
-    python_backend: Path
-    stub: Path
-    environment: dict[str, str]
-
-
-def find_installation() -> Installation:
-    """Locate the bundled server for this Python. Raises ServerError saying what is missing."""
-    try:
-        files = metadata.distribution("nvidia-pytriton")
-    except metadata.PackageNotFoundError as error:
-        raise ServerError(
-            "the package nvidia-pytriton, which carries tritonserver, is not installed in "
-            f"{sys.prefix}: run `make serve`, which installs it"
-        ) from error
-    bundle = Path(str(files.locate_file("pytriton/tritonserver")))
-    libraries = Path(str(files.locate_file("nvidia_pytriton.libs")))
-    version = "{}.{}".format(*sys.version_info[:2])
-    stub = bundle / "python_backend_stubs" / version / "triton_python_backend_stub"
-    if not stub.is_file():
-        known = ", ".join(sorted(p.name for p in (bundle / "python_backend_stubs").iterdir()))
-        raise ServerError(f"tritonserver has no stub for Python {version}, only for {known}")
-    library_dirs = [str(sysconfig.get_config_var("LIBDIR")), str(libraries)]
-    if "LD_LIBRARY_PATH" in os.environ:
-        library_dirs.append(os.environ["LD_LIBRARY_PATH"])
-    return Installation(
-        bundle / "bin" / "tritonserver",
-        bundle / "backends" / "python",
-        stub,
-        {
-            "LD_LIBRARY_PATH": ":".join(library_dirs),
-            "DSPARK_SITE_PACKAGES": sysconfig.get_path("purelib"),
-        },
-    )
-
-
-def check_libraries(installation: Installation, program: Path) -> None:
-    """Run `program` to see whether the loader finds its libraries. Raises ServerError if not."""
-    environment = os.environ | installation.environment
-    run = subprocess.run([program, "--help"], env=environment, capture_output=True, text=True)
-    missing = re.search(r"while loading shared libraries: (\S+?): (.+)", run.stderr)
-    if missing is None:
-        return
-    library, reason = missing.groups()
-    python = re.match(r"libpython(\d+\.\d+)", library)
-    package = f"libpython{python[1]}" if python else f"the package that holds {library}"
-    raise ServerError(
-        f"{program.name} needs the system library {library} ({reason}): "
-        f"install {package}, on Debian and Ubuntu with apt-get install"
-    )
 
 
 def _check_ports(address: Address) -> None:
@@ -211,16 +148,16 @@ class TritonServer:
                 f"{self.repository} is no packaged model repository: run `make engines` first"
             )
         _check_ports(self.address)
-        installation = find_installation()
-        check_libraries(installation, installation.tritonserver)
-        check_libraries(installation, installation.stub)
-        backends = self._prepare_backends(installation)
+        try:
+            installation = prepare_installation(self._work_dir / "triton")
+        except InstallationError as error:
+            raise ServerError(str(error)) from error
         config_path = self._work_dir / "serve.json"
         config_path.write_text(json.dumps(asdict(self._config), indent=2) + "\n")
         command = [
             str(installation.tritonserver),
             f"--model-repository={self.repository}",
-            f"--backend-directory={backends}",
+            f"--backend-directory={installation.backends}",
             "--model-control-mode=none",
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
@@ -294,16 +231,6 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-    def _prepare_backends(self, installation: Installation) -> Path:
-        """A backend folder whose Python backend has the stub of this Python."""
-        backends = self._work_dir / "backends"
-        shutil.rmtree(backends, ignore_errors=True)
-        folder = backends / "python"
-        folder.mkdir(parents=True)
-        for source in (*installation.python_backend.glob("*[!_]"), installation.stub):
-            (folder / source.name).symlink_to(source)
-        return backends
 
 
 def _is_telling(line: str) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
-from triton_repo import server
-from triton_repo.server import Address, Installation, ServerError, TritonServer, find_installation
+from triton_repo.server import Address, ServerError, TritonServer
 
 
 @pytest.fixture
@@ -48,25 +46,6 @@ def test_port_in_use_names_the_port_and_the_option(repository: Path, tmp_path: P
 def test_missing_repository_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="make engines"):
         TritonServer(tmp_path / "repository", tmp_path).start()
-
-
-def test_missing_library_names_the_package(tmp_path: Path) -> None:
-    stub = tmp_path / "triton_python_backend_stub"
-    stub.write_text(
-        "#!/bin/sh\n"
-        'echo "$0: error while loading shared libraries: libpython3.11.so.1.0: '
-        'cannot open shared object file: No such file or directory" >&2\nexit 127\n'
-    )
-    stub.chmod(0o755)
-    installation = Installation(stub, tmp_path, stub, {})
-    with pytest.raises(ServerError, match=r"libpython3\.11\.so\.1\.0 .*install libpython3\.11"):
-        server.check_libraries(installation, stub)
-
-
-def test_unsupported_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 99))
-    with pytest.raises(ServerError, match=r"no stub for Python 3\.99, only for .*3\.11"):
-        find_installation()
 
 
 @pytest.mark.slow
