@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from export.embedded import NAME
+from export.errors import ExportError
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.manifest import ManifestError
 from triton_repo.contract import MODEL_NAME
 from triton_repo.package import PackageError, package
 from triton_repo.server import Address, ServerError, TritonServer
 
-DEFAULT_NAME = "smollm2"
 _WATCH_PERIOD_S = 0.5
 
 
@@ -60,7 +61,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default=DEFAULT_NAME, help="folder under the build folder")
+    parser.add_argument("--name", default=NAME, help="folder under the build folder")
     parser.add_argument(
         "--build-dir", type=Path, default=Path("build"), help="folder of all build outputs"
     )
@@ -71,7 +72,7 @@ def run_package(args: argparse.Namespace) -> int:
     repository = args.build_dir / args.name / "repository"
     try:
         made = package(args.build_dir / args.name)
-    except (PackageError, ManifestError, OSError) as error:
+    except (PackageError, ManifestError, ExportError, OSError) as error:
         print(f"dspark package: {error}", file=sys.stderr)
         return 1
     print(f"{repository}: {'packaged' if made else 'up to date'}")

@@ -7,24 +7,19 @@ The repository holds everything but third-party packages and can be moved or cop
     repository/dspark/1/{runtime,triton_repo}/   sources
     repository/dspark/1/engines/                 the engine folder
     repository/dspark/1/tokenizer/               tokenizer and chat template
-    repository/dspark/1/package.json             what it was made from
 
 Engine files are hard links where the file system allows, so packaging costs neither time nor space.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import runtime
-from runtime.manifest import Manifest, hash_file, load_manifest, tokenizer_hash
+from export.publish import content_key, link_or_copy, publish
+from runtime.manifest import FILE_NAME, Manifest, hash_file, load_manifest, tokenizer_hash
 from triton_repo.contract import MODEL_NAME, render_config
 
 _SOURCES = Path(__file__).parent
@@ -38,7 +33,6 @@ _TOKENIZER_FILES = (
     "config.json",
     "generation_config.json",
 )
-_KEY_FILE = "package.json"
 
 
 class PackageError(Exception):
@@ -48,9 +42,8 @@ class PackageError(Exception):
 def package(build_dir: Path) -> bool:
     """Make `build_dir`/repository from `build_dir`/engines and `build_dir`/hf.
 
-    The new repository replaces the old one as a whole, when all of it is written.
-
-    Returns whether there was anything to do. Raises PackageError, ManifestError or OSError.
+    Returns whether there was anything to do. Raises PackageError, ManifestError when there are no
+    complete engines, PublishError when the disk is full.
     """
     engine_dir, tokenizer_dir = build_dir / "engines", build_dir / "hf"
     manifest = load_manifest(engine_dir)
@@ -59,33 +52,36 @@ def package(build_dir: Path) -> bool:
             f"the tokenizer in {tokenizer_dir} is not the one that {engine_dir} was built with: "
             "run `make engines` to build both from one checkpoint"
         )
-    files = dict(_packaged_files(engine_dir, manifest, tokenizer_dir))
-    key = _content_key(files, engine_dir, manifest)
-    repository = build_dir / "repository"
-    if _is_current(repository, key, files):
-        return False
-    scratch = Path(tempfile.mkdtemp(prefix=".repository-", dir=build_dir))
-    try:
-        scratch.chmod(0o755)  # mkdtemp's 0700 would shut out a server under another user
-        _write(scratch, files, {"name": manifest.name, "key": key})
-        _replace(repository, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return True
+    config = render_config()
+    engine_files = {f"engines/{name}": engine_dir / name for name in _engine_files(manifest)}
+    small_files = dict(_small_files(tokenizer_dir))
+
+    def make(repository: Path) -> None:
+        version = repository / MODEL_NAME / "1"
+        for path, source in (engine_files | small_files).items():
+            target = version / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Sources are edited in place, and a link would change with them.
+            (link_or_copy if path in engine_files else shutil.copyfile)(source, target)
+        (version.parent / "config.pbtxt").write_text(config)
+
+    key = content_key(
+        config,
+        manifest.to_json(),  # carries the hashes of the large files
+        {path: hash_file(source) for path, source in small_files.items()},
+        [hash_file(engine_dir / name) for name in _measurements(manifest)],
+    )
+    return publish(build_dir / "repository", key, make)
 
 
-def _packaged_files(
-    engine_dir: Path, manifest: Manifest, tokenizer_dir: Path
-) -> Iterator[tuple[str, Path]]:
-    """Path in the version folder and source of each file that is packaged as it is."""
+def _small_files(tokenizer_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Path in the version folder and source of each file that is copied."""
     yield "model.py", _SOURCES / "model.py"
     for name in _BRIDGE_FILES:
         yield f"triton_repo/{name}", _SOURCES / name
     runtime_dir = Path(runtime.__path__[0])
     for source in sorted(runtime_dir.rglob("*.py")):
         yield f"runtime/{source.relative_to(runtime_dir).as_posix()}", source
-    for name in _engine_files(manifest):
-        yield f"engines/{name}", engine_dir / name
     for name in _TOKENIZER_FILES:
         if (tokenizer_dir / name).is_file():
             yield f"tokenizer/{name}", tokenizer_dir / name
@@ -93,60 +89,11 @@ def _packaged_files(
 
 def _engine_files(manifest: Manifest) -> list[str]:
     """Everything the manifest names, relative to the engine folder, and the manifest itself."""
-    names = ["manifest.json"]
+    names = [FILE_NAME, *_measurements(manifest)]
     for artifact in manifest.artifacts.values():
         names += [artifact.path, *artifact.data_files]
-    return names + [name for name in (manifest.cost, manifest.calibration) if name]
+    return names
 
 
-def _content_key(files: dict[str, Path], engine_dir: Path, manifest: Manifest) -> str:
-    """Hash of what the repository would hold. Artifacts count by the hash in their manifest."""
-    hashed = {
-        engine_dir / name
-        for artifact in manifest.artifacts.values()
-        for name in (artifact.path, *artifact.data_files)
-    }
-    digest = hashlib.sha256(render_config().encode())
-    for path, source in files.items():
-        digest.update(f"{path}:{'-' if source in hashed else hash_file(source)}\n".encode())
-    return digest.hexdigest()
-
-
-def _is_current(repository: Path, key: str, files: dict[str, Path]) -> bool:
-    version = repository / MODEL_NAME / "1"
-    try:
-        packaged: dict[str, Any] = json.loads((version / _KEY_FILE).read_text())
-    except (OSError, ValueError):
-        return False
-    return packaged.get("key") == key and all((version / path).is_file() for path in files)
-
-
-def _write(repository: Path, files: dict[str, Path], about: dict[str, str]) -> None:
-    model = repository / MODEL_NAME
-    for path, source in files.items():
-        target = model / "1" / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path.startswith("engines/"):
-            _link_or_copy(source, target)
-        else:
-            shutil.copyfile(source, target)
-    (model / "config.pbtxt").write_text(render_config())
-    (model / "1" / _KEY_FILE).write_text(json.dumps(about, indent=2) + "\n")
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source.resolve(), target)
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, target)
-
-
-def _replace(repository: Path, new: Path) -> None:
-    """Put `new` in place of `repository`; a crash in between leaves none, never a mixture."""
-    if repository.exists():
-        old = Path(tempfile.mkdtemp(prefix=".repository-", dir=repository.parent))
-        repository.rename(old / "old")
-        new.rename(repository)
-        shutil.rmtree(old)
-    else:
-        new.rename(repository)
+def _measurements(manifest: Manifest) -> list[str]:
+    return [name for name in (manifest.cost, manifest.calibration) if name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from export.errors import PublishError
 from runtime.manifest import (
     FILE_NAME,
     Artifact,
@@ -73,12 +73,11 @@ def version_dir(build_dir: Path) -> Path:
 def test_repository_holds_what_serving_needs_and_nothing_else(build_dir: Path) -> None:
     assert package(build_dir)
     version = version_dir(build_dir)
-    assert sorted(os.listdir(build_dir / "repository")) == ["dspark"]
+    assert sorted(os.listdir(build_dir / "repository")) == [".key", "dspark"]
     assert sorted(os.listdir(version.parent)) == ["1", "config.pbtxt"]
     assert sorted(os.listdir(version)) == [
         "engines",
         "model.py",
-        "package.json",
         "runtime",
         "tokenizer",
         "triton_repo",
@@ -92,7 +91,6 @@ def test_repository_holds_what_serving_needs_and_nothing_else(build_dir: Path) -
         "tokenizer/tokenizer.json",
         "tokenizer/chat_template.jinja",
     }
-    assert json.loads((version / "package.json").read_text())["name"] == "tiny"
 
 
 def test_engine_files_take_no_space_twice(build_dir: Path) -> None:
@@ -113,9 +111,6 @@ def test_second_time_does_nothing_and_a_change_packages_again(build_dir: Path) -
     assert not package(build_dir)
 
     (build_dir / "hf" / "chat_template.jinja").write_text("{{ other }}")
-    assert package(build_dir)
-
-    (version_dir(build_dir) / "runtime" / "spec.py").unlink()
     assert package(build_dir)
     assert not package(build_dir)
 
@@ -149,10 +144,14 @@ def test_full_disk_leaves_the_old_repository(
         raise OSError(28, "No space left on device", str(target))
 
     monkeypatch.setattr(shutil, "copyfile", no_space)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(PublishError, match="the disk is full"):
         package(build_dir)
     assert (version_dir(build_dir) / "engines" / "verifier.data").read_bytes() == b"weights"
-    assert sorted(os.listdir(build_dir)) == ["engines", "hf", "repository"]
+    assert sorted(p for p in os.listdir(build_dir) if not p.endswith(".lock")) == [
+        "engines",
+        "hf",
+        "repository",
+    ]
 
 
 def test_copies_where_links_are_impossible(
