@@ -14,7 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows fp32; 0 itself means greedy
+
 FinishReason = Literal["length", "stop", "eos", "cancelled", "error"]
+
+# Where a token came from: a draft token that was accepted, the target's token in place of a
+# rejected one, or the target's token where nothing was rejected.
+Origin = Literal["draft", "corrected", "target"]
 
 
 class InvalidRequest(ValueError):  # noqa: N818 (it is the client's fault, not an error of ours)
@@ -45,17 +51,16 @@ class Parameter:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         low = (
-            ""
-            if self.low is None
-            else f"{'above' if self.low_is_open else 'at least'} {self.low:g}"
+            "" if self.low is None else f"{'above' if self.low_is_open else 'at least'} {self.low}"
         )
-        high = "" if self.high is None else f"at most {self.high:g}"
+        high = "" if self.high is None else f"at most {self.high}"
         return " and ".join(part for part in (low, high) if part) or "any"
 
     def parse(self, value: Any) -> Any:
         """Check one value (or list); raises InvalidRequest naming the limit and the value."""
         if self.is_list:
-            if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
+            is_array = isinstance(value, np.ndarray) and value.ndim == 1
+            if not is_array and not isinstance(value, list | tuple):
                 raise InvalidRequest(f"{self.name} must be a list, got {_shown(value)}")
             return tuple(self._parse_one(item) for item in value)
         return self._parse_one(value)
@@ -64,21 +69,19 @@ class Parameter:
         if isinstance(value, np.generic):
             value = value.item()
         is_bool = isinstance(value, bool)
-        if self.type is float and isinstance(value, int) and not is_bool:
-            value = float(value)
-        if not isinstance(value, self.type) or (is_bool and self.type is not bool):
+        allowed = int | float if self.type is float else self.type
+        if not isinstance(value, allowed) or (is_bool and self.type is not bool):
             raise InvalidRequest(
                 f"{self.name} must be of type {self.type.__name__}, got {_shown(value)}"
             )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidRequest(f"{self.name} must be {self.range_text}, got {value}")
-        if isinstance(value, int | float) and not self._in_range(value):
-            raise InvalidRequest(f"{self.name} must be {self.range_text}, got {value}")
-        if self.choices and value not in self.choices:
+        in_range = not isinstance(value, int | float) or self._in_range(value)
+        if not in_range or (self.choices and value not in self.choices):
             raise InvalidRequest(f"{self.name} must be {self.range_text}, got {_shown(value)}")
-        return value
+        return self.type(value)
 
     def _in_range(self, value: float) -> bool:
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
         if self.low is not None and (value < self.low or (self.low_is_open and value == self.low)):
             return False
         return self.high is None or value <= self.high
@@ -183,6 +186,7 @@ class RequestOutput:
 
     text: str
     token_ids: list[int]
+    origins: list[Origin]  # of each token
     finish_reason: FinishReason | None
     error: str | None
     num_input_tokens: int
@@ -229,6 +233,10 @@ def validate_request(fields: Mapping[str, Any], limits: RequestLimits) -> Reques
         raise InvalidRequest(
             f"prompt and max_tokens together may have at most {limits.max_model_tokens} tokens, "
             f"got {len(prompt_ids)} + {max_tokens}"
+        )
+    if 0 < values["temperature"] < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature must be 0 or at least {MIN_TEMPERATURE}, got {values['temperature']}"
         )
     stop_words = values["stop_words"]
     if len(stop_words) > limits.max_stop_words:
