@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from bench import evaluate
+
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register this folder's subcommands."""
+    evaluate.add_parser(subparsers)

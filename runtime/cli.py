@@ -1,9 +1,173 @@
-"""Command-line entry points of `runtime`."""
+"""`dspark generate`: the runtime without Triton, streaming to the terminal."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runtime.config import ConfigError, RuntimeConfig
+from runtime.manifest import ManifestError
+from runtime.request import PARAMETERS, InvalidRequest, RequestOutput
+
+_COLOURS = {"draft": "\033[32m", "corrected": "\033[33m", "target": ""}
+_RESET = "\033[0m"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which built model to open, and on how many threads; shared by every offline command."""
+    parser.add_argument("--name", default="smollm2", help="built model (default: %(default)s)")
+    parser.add_argument(
+        "--build-dir", type=Path, default=Path("build"), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the engine; 0 (default): all cores",
+    )
+
+
+def open_model(args: argparse.Namespace, **options: Any) -> Any:
+    """The `Model` that `add_model_arguments` named; `options` go to RuntimeConfig."""
+    from runtime.decoder import Model
+
+    config = RuntimeConfig(num_threads=args.threads, **options)
+    folder = args.build_dir / args.name
+    return Model(folder / "engines", folder / "hf", config)
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register this folder's subcommands."""
+    """Register `generate`."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="generate text for one prompt, without Triton",
+        description="Generate text for one prompt and end with a line of statistics.",
+        allow_abbrev=False,
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", required=True, help="user message")
+    parser.add_argument("--raw-prompt", action="store_true", help="do not use the chat template")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=RuntimeConfig.default_max_tokens,
+        metavar="N",
+        help="most tokens to generate (default: %(default)s)",
+    )
+    for name in _SAMPLING:
+        parameter = PARAMETERS[name]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=parameter.type,
+            default=parameter.default,
+            metavar="X",
+            help=f"{parameter.help}; {parameter.range_text} (default: {parameter.default})",
+        )
+    parser.add_argument(
+        "--policy",
+        default=RuntimeConfig.policy,
+        help="off, fixed or fixed:K draft tokens per round (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="colour accepted draft tokens green and corrected ones yellow",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(func=_generate)
+
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def run_guarded(command: Command) -> Command:
+    """Wrap a command so that a user's mistake ends in one sentence and exit code 1."""
+
+    def guarded(args: argparse.Namespace) -> int:
+        from runtime.engine import EngineError
+
+        mistakes = (ConfigError, EngineError, InvalidRequest, ManifestError, FileNotFoundError)
+        try:
+            return command(args)
+        except mistakes as error:
+            print(f"dspark: {error}", file=sys.stderr)
+            return 1
+
+    return guarded
+
+
+@run_guarded
+def _generate(args: argparse.Namespace) -> int:
+    from runtime.request import validate_request
+    from runtime.text import Detokenizer
+
+    model = open_model(args, policy=args.policy, max_batch_requests=1)
+    loop = model.make_loop()
+    prompt_ids = model.tokenizer.encode_prompt(
+        args.prompt, args.raw_prompt, model.config.max_prompt_bytes
+    )
+    fields = {name: getattr(args, name) for name in _SAMPLING}
+    request = validate_request(
+        {"prompt_ids": prompt_ids, "max_tokens": args.max_tokens, "stream": True, **fields},
+        model.limits,
+    )
+    outputs: list[RequestOutput] = []
+    coloured = Detokenizer(model.tokenizer)
+
+    def show(output: RequestOutput) -> None:
+        outputs.append(output)
+        if args.json:
+            return
+        text = output.text
+        if args.show_drafts:
+            text = "".join(
+                f"{_COLOURS[origin]}{coloured.push(token_id)}{_RESET}"
+                for token_id, origin in zip(output.token_ids, output.origins, strict=True)
+            )
+        print(text, end="", flush=True)
+
+    start = time.perf_counter()
+    loop.add(request, show)
+    while loop.has_work:
+        loop.step()
+    seconds = time.perf_counter() - start
+    model.close()
+
+    final = outputs[-1]
+    stats = final.stats
+    summary = {
+        "finish_reason": final.finish_reason,
+        "num_input_tokens": final.num_input_tokens,
+        "num_output_tokens": final.num_output_tokens,
+        "tokens_per_s": round(final.num_output_tokens / seconds, 2),
+        "time_to_first_token_s": round(stats["time_to_first_token_s"], 4),
+        "accepted_length": round(accepted_length(stats), 3),
+        "seed": request.seed,
+    }
+    if args.json:
+        text = "".join(output.text for output in outputs)
+        ids = [i for output in outputs for i in output.token_ids]
+        print(json.dumps({"text": text, "output_ids": ids, **summary}))
+    else:
+        print(
+            f"\n\n{summary['num_input_tokens']} prompt tokens, "
+            f"{summary['num_output_tokens']} tokens ({summary['finish_reason']}), "
+            f"{summary['tokens_per_s']} tokens/s, "
+            f"first token after {summary['time_to_first_token_s']} s, "
+            f"{summary['accepted_length']} tokens per round",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def accepted_length(stats: dict[str, float]) -> float:
+    """Mean tokens per decoding round, the target's own one counted; 0 without a round."""
+    rounds = stats["num_rounds"]
+    return (rounds + stats["num_accepted_draft_tokens"]) / rounds if rounds else 0.0

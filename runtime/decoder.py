@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +52,23 @@ class Model:
             default_max_tokens=config.default_max_tokens,
             acceptance=config.acceptance,
         )
+        self._draft_vocab = _load_draft_vocab(engine_dir, manifest)
         self._engines = load_engines(engine_dir, manifest, num_blocks, config.engine_threads)
-        vocab = _load_draft_vocab(engine_dir, manifest)
-        self.loop = Loop(self._engines, manifest, vocab, self.tokenizer, config, num_blocks)
+
+    def make_loop(self, policy: str | None = None) -> Loop:
+        """A fresh loop over the engines, with another policy if one is named.
+
+        Loops of one model share its pools: run one at a time to its end.
+        """
+        config = self.config if policy is None else replace(self.config, policy=policy)
+        return Loop(
+            self._engines,
+            self.manifest,
+            self._draft_vocab,
+            self.tokenizer,
+            config,
+            self.num_blocks,
+        )
 
     def close(self) -> None:
         """Free the engines; may be called again."""
@@ -106,6 +121,7 @@ class Decoder:
 
     def __init__(self, engine_dir: Path, tokenizer_dir: Path, config: RuntimeConfig) -> None:
         self._model = Model(engine_dir, tokenizer_dir, config)
+        self._loop = self._model.make_loop()
         self._config = config
         self._wake = threading.Condition()
         self._arrivals: list[tuple[int, Request, OnOutput]] = []
@@ -137,7 +153,7 @@ class Decoder:
         with self._wake:
             if self._closing or not self._thread.is_alive():
                 raise QueueFull("the server is shutting down: send the request to another one")
-            waiting = len(self._arrivals) + len(self._model.loop.admission.waiting)
+            waiting = len(self._arrivals) + len(self._loop.admission.waiting)
             if waiting >= self._config.max_queued_requests:
                 raise QueueFull(
                     f"the queue holds its limit of {self._config.max_queued_requests} requests: "
@@ -177,7 +193,7 @@ class Decoder:
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name."""
-        loop = self._model.loop
+        loop = self._loop
         metrics = loop.metrics
         pool = loop.admission.pool
         values: dict[str, float] = {f"{name}_total": n for name, n in dict(metrics.counts).items()}
@@ -199,7 +215,7 @@ class Decoder:
         self._model.close()
 
     def _run(self) -> None:
-        loop = self._model.loop
+        loop = self._loop
         while True:
             with self._wake:
                 self._wake.wait_for(
@@ -221,7 +237,7 @@ class Decoder:
 
     def _step(self) -> None:
         try:
-            self._model.loop.step()
+            self._loop.step()
             self._failed_steps = 0
         except Exception as error:
             log.exception("a decoding step failed")
@@ -240,7 +256,7 @@ class Decoder:
     def _abort(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         sequence = self._sequences.get(request_id)
         if sequence is not None and not sequence.ended:
-            self._model.loop.abort(sequence, reason, error)
+            self._loop.abort(sequence, reason, error)
 
     def _forget_finished(self) -> None:
         self._sequences = {i: s for i, s in self._sequences.items() if not s.ended}

@@ -26,7 +26,7 @@ from runtime.kv_blocks import BlockPool
 from runtime.manifest import Manifest
 from runtime.metrics import Metrics
 from runtime.randomness import draft_uniforms, round_noise
-from runtime.request import FinishReason, Request
+from runtime.request import FinishReason, Origin, Request
 from runtime.schedule import choose_lengths, parse_policy
 from runtime.sequence import OnOutput, Sequence
 from runtime.text import Tokenizer
@@ -95,9 +95,10 @@ class Loop:
         metrics.lap("draft")
         verified = self._schedule(caps, drafts)
         metrics.lap("schedule")
-        for group in (self._decode_segments(caps, verified), self._prefill_segments()):
-            if group:
-                self._verify(group, verified)
+        if decoding := self._decode_segments(caps, verified):
+            self._verify(decoding, verified, "")
+        if prefilling := self._prefill_segments():
+            self._verify(prefilling, verified, "prefill_")
 
     def _reserve(self) -> Lengths:
         """Blocks for this step's tokens; returns how many draft tokens each sequence may get."""
@@ -209,15 +210,18 @@ class Loop:
                 budget -= len(token_ids)
         return segments
 
-    def _verify(self, group: dict[Sequence, VerifySegment], verified: Drafts) -> None:
+    def _verify(
+        self, group: dict[Sequence, VerifySegment], verified: Drafts, phase_prefix: str
+    ) -> None:
         """One verifier pass over the group, then accept, commit and emit for each sequence."""
         metrics = self.metrics
         segments = list(group.values())
         batch = pack_verify(segments, self._block_tokens)
-        metrics.lap("pack")
+        metrics.lap(f"{phase_prefix}pack")
         outputs = self._engines.verifier.run(batch.inputs)
-        metrics.counts["verifier_tokens"] += len(batch.inputs["token_ids"])
-        metrics.lap("verify")
+        metrics.counts[f"{phase_prefix}verifier_passes"] += 1
+        metrics.counts[f"{phase_prefix}verifier_tokens"] += len(batch.inputs["token_ids"])
+        metrics.lap(f"{phase_prefix}verify")
 
         noise = round_noise(
             [s.request for s in group],
@@ -240,14 +244,14 @@ class Loop:
             if self._policy.speculates and sequence.speculates:
                 sequence.pending_features.append(outputs["features"][start:][:kept].copy())
             advances.append((sequence, segment, kept, new_ids))
-        metrics.lap("accept")
+        metrics.lap(f"{phase_prefix}accept")
 
         self._engines.verifier.commit(np.concatenate(rows), np.concatenate(into))
-        metrics.lap("commit")
+        metrics.lap(f"{phase_prefix}commit")
 
         for sequence, segment, kept, new_ids in advances:
             self._advance(sequence, segment, kept, new_ids)
-        metrics.lap("emit")
+        metrics.lap(f"{phase_prefix}emit")
 
     def _advance(
         self, sequence: Sequence, segment: VerifySegment, kept: int, new_ids: list[int]
@@ -255,15 +259,17 @@ class Loop:
         was_decoding = sequence.is_decoding
         sequence.num_computed += kept
         before = sequence.num_output
-        for token_id in new_ids:
-            sequence.append(token_id)
+        num_accepted, num_verified = len(new_ids) - 1, segment.num_logits - 1
+        for row, token_id in enumerate(new_ids):
+            rejected = row == num_accepted < num_verified
+            own: Origin = "corrected" if rejected else "target"
+            sequence.append(token_id, "draft" if row < num_accepted else own)
             if sequence.finish_reason is not None:
                 break  # the rest of an accepted block is cut: in text, ids, usage and metrics
         gained = sequence.num_output - before
         self.metrics.counts["output_tokens"] += gained
         if was_decoding:
-            num_verified = segment.num_logits - 1
-            num_accepted = min(len(new_ids) - 1, gained)
+            num_accepted = min(num_accepted, gained)
             if sequence.finish_reason is not None:
                 num_verified = min(num_verified, gained)
             sequence.num_rounds += 1

@@ -32,11 +32,9 @@ def parse_policy(text: str, block_size: int) -> Policy:
 
     Raises ConfigError naming the valid policies and the value.
     """
+    if text in ("off", "fixed"):
+        return Policy(text)
     name, _, argument = text.partition(":")
-    if name == "off" and not argument:
-        return Policy("off")
-    if name == "fixed" and not argument:
-        return Policy("fixed")
     if name == "fixed" and argument.isdecimal() and int(argument) <= block_size:
         return Policy("fixed", int(argument))
     raise ConfigError(

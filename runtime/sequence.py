@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.request import FinishReason, Request, RequestOutput
+from runtime.request import FinishReason, Origin, Request, RequestOutput
 from runtime.text import Detokenizer, StopMatcher, Tokenizer
 
 OnOutput = Callable[[RequestOutput], None]
@@ -54,7 +54,7 @@ class Sequence:
         self._detokenizer = Detokenizer(self.tokenizer)
         self._stop = StopMatcher(self.request.stop_words)
         self._unsent_text = ""
-        self._num_sent = 0  # output tokens
+        self._unsent_origins: list[Origin] = []  # one for each token not sent yet
 
     @property
     def num_prompt(self) -> int:
@@ -86,10 +86,11 @@ class Sequence:
         """Whether the request lets the drafter work for it."""
         return not self.request.disable_spec_decode and self.request.num_draft_tokens != 0
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, origin: Origin) -> None:
         """Add a generated token and decide whether it ends the answer."""
         assert self.finish_reason is None, "a finished sequence takes no token"
         self.token_ids.append(token_id)
+        self._unsent_origins.append(origin)
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
         if token_id in self.eos_token_ids and not self.request.ignore_eos:
@@ -111,25 +112,24 @@ class Sequence:
     def emit(self) -> None:
         """Send what is new, if the client wants it now and there is anything to send."""
         done = self.finish_reason is not None
-        new_ids = self.token_ids[self.num_prompt + self._num_sent :]
-        if not done and not (self.request.stream and new_ids):
-            return
-        self._num_sent += len(new_ids)
-        self._send(new_ids)
+        if done or (self.request.stream and self._unsent_origins):
+            self._send()
 
     def abort(self, reason: FinishReason, error: str | None = None) -> None:
         """End the sequence from outside, with a final output."""
         self.finish_reason = reason
-        self._send([], error)
+        self._send(error)
 
-    def _send(self, new_ids: list[int], error: str | None = None) -> None:
+    def _send(self, error: str | None = None) -> None:
         assert not self.ended, "a sequence ends once"
         self.ended = self.finish_reason is not None
         text, self._unsent_text = self._unsent_text, ""
+        origins, self._unsent_origins = self._unsent_origins, []
         self.on_output(
             RequestOutput(
                 text=text,
-                token_ids=new_ids,
+                token_ids=self.token_ids[len(self.token_ids) - len(origins) :],
+                origins=origins,
                 finish_reason=self.finish_reason,
                 error=error,
                 num_input_tokens=self.num_prompt,
