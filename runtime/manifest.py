@@ -112,7 +112,7 @@ def load_manifest(engine_dir: Path) -> Manifest:
                 "eos_token_ids": tuple(data["eos_token_ids"]),
             }
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ManifestError(f"{path} cannot be read ({error!r}): {rebuild}") from error
     for name, artifact in manifest.artifacts.items():
         file = engine_dir / artifact.path

@@ -88,6 +88,8 @@ class OrtEngine:
 
     def commit(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Write new K/V into the pool; see `Engine.commit`."""
+        if self._session is None:
+            raise EngineError(f"{self._name} is closed")
         if self._device == "cpu":
             self._pool_rows[:, slots] = self._new[:, rows]
         else:
