@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.triton_repo.clients import free_address
 from triton_repo.server import Address, ServerError, TritonServer
 
 
@@ -26,15 +27,6 @@ def repository(tmp_path: Path) -> Path:
     return model.parent
 
 
-def free_ports() -> Address:
-    """An address with three ports that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return Address("127.0.0.1", *ports)
-
-
 def test_port_in_use_names_the_port_and_the_option(repository: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -50,7 +42,7 @@ def test_missing_repository_names_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_model_that_cannot_load_is_quoted(repository: Path, tmp_path: Path) -> None:
-    launcher = TritonServer(repository, tmp_path, free_ports())
+    launcher = TritonServer(repository, tmp_path, free_address())
     with (
         pytest.raises(ServerError, match="the engines are for another machine: run `make engines`"),
         launcher,

@@ -1,0 +1,162 @@
+"""Clients as users write them: HTTP with JSON, server-sent events, and tritonclient's gRPC."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc
+
+from triton_repo.contract import INPUTS, MODEL_NAME
+from triton_repo.server import Address
+
+_TIMEOUT_S = 30
+_NUMPY_TYPES = {
+    "STRING": np.object_,
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+    "BOOL": np.bool_,
+}
+
+
+class RefusedError(Exception):
+    """The server answered with an error; `args[0]` is its sentence."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer, put together from its responses."""
+
+    text: str
+    pieces: int
+    finish_reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+    output_ids: list[int]
+
+
+def free_address() -> Address:
+    """An address with three ports that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return Address("127.0.0.1", *ports)
+
+
+def post(address: Address, endpoint: str, body: bytes) -> Any:
+    """POST to an endpoint of the model; returns the open response. Raises RefusedError."""
+    url = f"{address.http_url}/v2/models/{MODEL_NAME}/{endpoint}"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        answer = error.read().decode().removeprefix("data: ")  # so begins /generate_stream's
+        raise RefusedError(json.loads(answer)["error"]) from error
+
+
+def generate(address: Address, **fields: Any) -> dict[str, Any]:
+    """One call of /generate."""
+    with post(address, "generate", json.dumps(fields).encode()) as response:
+        reply: dict[str, Any] = json.load(response)
+        return reply
+
+
+def generate_stream(address: Address, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Responses of one call of /generate_stream. Raises RefusedError."""
+    body = json.dumps({"stream": True, **fields}).encode()
+    with post(address, "generate_stream", body) as response:
+        for line in response:
+            if line.startswith(b"data: "):
+                event = json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise RefusedError(event["error"])
+                yield event
+
+
+def metrics(address: Address) -> dict[str, float]:
+    """The server's dspark_ metrics by name without that prefix."""
+    url = f"http://{address.client_host}:{address.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+        lines = response.read().decode().splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("dspark_")]
+    return {name.removeprefix("dspark_").split("{")[0]: float(value) for name, value in pairs}
+
+
+class GrpcStream:
+    """One gRPC stream, on which requests run one after another."""
+
+    def __init__(self, address: Address) -> None:
+        self._client = grpc.InferenceServerClient(f"{address.client_host}:{address.grpc_port}")
+        self._events: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._client.start_stream(lambda result, error: self._events.put((result, error)))
+
+    def __enter__(self) -> GrpcStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._client.stop_stream()
+        self._client.close()
+
+    def cancel(self) -> None:
+        """Cancel what runs and end the stream."""
+        self._client.stop_stream(cancel_requests=True)
+
+    def send(self, parameters: dict[str, Any] | None = None, **fields: Any) -> None:
+        """Start a request."""
+        self._client.async_stream_infer(
+            MODEL_NAME,
+            [_grpc_input(name, value) for name, value in fields.items()],
+            enable_empty_final_response=True,
+            parameters=parameters or {},
+        )
+
+    def next_response(self) -> tuple[Any, bool]:
+        """The next response and whether it is the final one. Raises RefusedError."""
+        result, error = self._events.get(timeout=_TIMEOUT_S)
+        if error is not None:
+            raise RefusedError(error.message())
+        return result, result.get_response().parameters["triton_final_response"].bool_param
+
+    def ask(self, parameters: dict[str, Any] | None = None, **fields: Any) -> Reply:
+        """Run a request to its final response. Raises RefusedError."""
+        self.send(parameters, **fields)
+        texts, ids, final = [], [], False
+        while not final:
+            result, final = self.next_response()
+            texts.append(result.as_numpy("text_output").item().decode())
+            ids += result.as_numpy("output_ids").reshape(-1).tolist()
+        return Reply(
+            "".join(texts),
+            len(texts),
+            result.as_numpy("finish_reason").item().decode(),
+            result.as_numpy("num_input_tokens").item(),
+            result.as_numpy("num_output_tokens").item(),
+            ids,
+        )
+
+    def has_more(self, within_s: float) -> bool:
+        """Whether anything else arrives, which after a final response nothing may."""
+        try:
+            self._events.get(timeout=within_s)
+        except queue.Empty:
+            return False
+        return True
+
+
+def _grpc_input(name: str, value: Any) -> grpc.InferInput:
+    tensor = INPUTS.get(name)
+    datatype = tensor.datatype if tensor else "INT32"
+    values = value if isinstance(value, list) else [value]
+    array = np.array([values], dtype=_NUMPY_TYPES[datatype])
+    made = grpc.InferInput(name, list(array.shape), "BYTES" if datatype == "STRING" else datatype)
+    made.set_data_from_numpy(array)
+    return made

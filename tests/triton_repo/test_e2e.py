@@ -1,0 +1,286 @@
+"""A tiny model behind the real tritonserver: every way in, every way out, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.config import RuntimeConfig
+from tests.triton_repo.clients import (
+    GrpcStream,
+    RefusedError,
+    Reply,
+    free_address,
+    generate,
+    generate_stream,
+    metrics,
+    post,
+)
+from triton_repo.package import package
+from triton_repo.server import Address, TritonServer
+
+pytestmark = pytest.mark.slow
+
+CONTEXT_TOKENS = 512  # of the tiny model
+CONFIG = RuntimeConfig(kv_cache_mb=64, num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_build: Path) -> Iterator[TritonServer]:
+    package(tiny_build)
+    with TritonServer(tiny_build / "repository", tiny_build, free_address(), CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def address(server: TritonServer) -> Iterator[Address]:
+    """Where the server listens; after the test it must be healthy and idle."""
+    yield server.address
+    assert server.is_ready()
+    eventually(lambda: idle(server.address))
+
+
+def idle(address: Address) -> bool:
+    now = metrics(address)
+    return now["running_requests"] == 0 and now["kv_blocks_free"] == now["kv_blocks"]
+
+
+def eventually(condition: Callable[[], Any], within_s: float = 10) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"did not happen within {within_s} s"
+        time.sleep(0.05)
+
+
+def test_generate_takes_and_gives_plain_json(address: Address) -> None:
+    reply = generate(address, text_input="The quick brown fox", max_tokens=8, ignore_eos=True)
+    assert reply["finish_reason"] == "length"
+    assert reply["num_output_tokens"] == 8
+    assert reply["num_input_tokens"] > 4  # the chat template adds some
+    assert reply["output_ids"] == []
+    raw = generate(
+        address, text_input="The quick brown fox", raw_prompt=True, max_tokens=1, ignore_eos=True
+    )
+    assert 0 < raw["num_input_tokens"] < reply["num_input_tokens"]
+
+
+def test_every_way_in_gives_the_same_text(address: Address) -> None:
+    fields = {
+        "text_input": "the dog sleeps under the tree",
+        "raw_prompt": True,
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "return_output_ids": True,
+    }
+    whole = generate(address, **fields)
+    events = list(generate_stream(address, **fields))
+    assert "".join(event["text_output"] for event in events) == whole["text_output"]
+    assert len(events) > 1
+    assert [event["finish_reason"] for event in events] == [""] * (len(events) - 1) + ["length"]
+    with GrpcStream(address) as stream:
+        reply = stream.ask(**fields, stream=True)
+        assert not stream.has_more(within_s=0.3)
+        single = stream.ask(**fields)
+    assert reply.text == single.text == whole["text_output"]
+    assert reply.pieces > single.pieces == 1
+    assert reply.output_ids == single.output_ids == whole["output_ids"]
+    assert len(reply.output_ids) == reply.num_output_tokens == 24
+
+
+def test_token_ids_go_in_directly(address: Address) -> None:
+    fields = {"max_tokens": 8, "ignore_eos": True, "return_output_ids": True}
+    prompt_ids = [5, 17, 260, 300]
+    first = generate(address, prompt_ids=prompt_ids, **fields)
+    assert first["num_input_tokens"] == 4
+    with GrpcStream(address) as stream:
+        longer = stream.ask(prompt_ids=prompt_ids + first["output_ids"][:4], **fields)
+    assert longer.output_ids[:4] == first["output_ids"][4:]
+
+
+def test_stop_words_end_the_text_in_front_of_them(address: Address) -> None:
+    fields = {"text_input": "oak tree", "raw_prompt": True, "max_tokens": 40, "ignore_eos": True}
+    text = generate(address, **fields)["text_output"]
+    stop = text[len(text) // 2 :][:3]
+    reply = generate(address, **fields, stop_words=["never in there", stop])
+    assert reply["finish_reason"] == "stop"
+    assert reply["text_output"] == text[: text.index(stop)]
+
+
+def test_a_seed_fixes_the_text(address: Address) -> None:
+    fields = {"text_input": "the", "max_tokens": 16, "temperature": 1.5, "top_p": 0.9}
+    texts = [
+        generate(address, **fields, seed=seed, acceptance="coupled")["text_output"]
+        for seed in (7, 7, 8)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("empty prompt", {"text_input": ""}, "the prompt is empty.*at least 1"),
+    ("no tokens wanted", {"text_input": "a", "max_tokens": 0}, "max_tokens.*at least 1, got 0"),
+    ("fewer than none", {"text_input": "a", "max_tokens": -5}, "max_tokens.*at least 1, got -5"),
+    (
+        "prompt beyond the context",
+        {"text_input": "dog " * 600},
+        f"prompt may have at most {CONTEXT_TOKENS - 1} tokens, got \\d+",
+    ),
+    (
+        "answer beyond the context",
+        {"prompt_ids": [5] * 500, "max_tokens": 13},
+        f"together may have at most {CONTEXT_TOKENS} tokens, got 500 \\+ 13",
+    ),
+    ("cold", {"text_input": "a", "temperature": -1}, "temperature.*at least 0.*got -1"),
+    ("not a number", {"text_input": "a", "temperature": float("nan")}, "temperature.*got nan"),
+    ("no probability", {"text_input": "a", "top_p": 0}, "top_p.*above 0.*got 0"),
+    ("too much probability", {"text_input": "a", "top_p": 2}, "top_p.*at most 1.*got 2"),
+    ("token out of range", {"prompt_ids": [320]}, "below the vocabulary size 320, got 320"),
+    ("no prompt", {"max_tokens": 3}, "either text_input or prompt_ids, got neither"),
+    (
+        "10 MB of prompt",
+        {"text_input": "a" * 10_000_000},
+        "prompt may have at most 1048576 bytes, got 10000000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_input_gets_one_sentence(
+    address: Address, fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(RefusedError, match=sentence) as refusal:
+        generate(address, **fields)
+    assert "\n" not in refusal.value.args[0]
+    with pytest.raises(RefusedError, match=sentence):
+        list(generate_stream(address, **fields))
+    with GrpcStream(address) as stream:
+        with pytest.raises(RefusedError, match=sentence):
+            stream.ask(**fields)
+        assert not stream.has_more(within_s=0.1)
+
+
+def test_unknown_parameters_are_refused_with_the_known_ones(address: Address) -> None:
+    sentence = "unknown parameter 'tempreature'.*temperature"
+    with pytest.raises(RefusedError, match=sentence):
+        generate(address, text_input="a", tempreature=1)
+    with GrpcStream(address) as stream, pytest.raises(RefusedError, match=sentence):
+        stream.ask(parameters={"tempreature": 1}, text_input="a")
+    with GrpcStream(address) as stream, pytest.raises(RefusedError, match="tempreature"):
+        stream.ask(text_input="a", tempreature=1)
+
+
+def test_text_that_is_not_utf8_is_refused(address: Address) -> None:
+    with pytest.raises(RefusedError, match="not valid UTF-8"):
+        post(address, "generate", b'{"text_input": "a\xff"}')
+    with GrpcStream(address) as stream, pytest.raises(RefusedError, match="not valid UTF-8"):
+        stream.ask(text_input=b"a\xff")
+    with GrpcStream(address) as stream, pytest.raises(RefusedError, match=r"stop_words.*UTF-8"):
+        stream.ask(text_input="a", stop_words=[b"\xff"])
+
+
+def cancelled(address: Address) -> float:
+    return metrics(address).get("finished_cancelled_total", 0)
+
+
+def test_cancelling_a_grpc_stream_ends_the_request(address: Address) -> None:
+    before, tokens_before = cancelled(address), metrics(address)["output_tokens_total"]
+    with GrpcStream(address) as stream:
+        stream.send(prompt_ids=[5], max_tokens=CONTEXT_TOKENS - 1, ignore_eos=True, stream=True)
+        stream.next_response()
+        stream.cancel()
+    eventually(lambda: cancelled(address) == before + 1)
+    eventually(lambda: idle(address))
+    assert metrics(address)["output_tokens_total"] - tokens_before < CONTEXT_TOKENS // 2
+
+
+def test_disconnecting_from_an_http_stream_ends_the_request(address: Address) -> None:
+    before = cancelled(address)
+    body = b'{"prompt_ids": [5], "max_tokens": 511, "ignore_eos": true, "stream": true}'
+    head = "POST /v2/models/dspark/generate_stream HTTP/1.1\r\nHost: test\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((address.client_host, address.http_port)) as connection:
+        connection.sendall(head.encode() + body)
+        assert connection.recv(1024)
+    eventually(lambda: cancelled(address) == before + 1)
+
+
+def test_many_streams_end_exactly_once_with_the_text_of_a_lone_request(address: Address) -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 320) for _ in range(rng.randrange(1, 60))] for _ in range(40)]
+    work = [(rng.randrange(40), rng.randrange(1, 40)) for _ in range(200)]
+    lone: dict[int, Reply] = {}
+    with GrpcStream(address) as stream:
+        for i, prompt in enumerate(prompts):
+            lone[i] = stream.ask(prompt_ids=prompt, max_tokens=40, return_output_ids=True)
+    before = metrics(address)
+
+    def run(share: list[tuple[int, int]]) -> list[Reply]:
+        with GrpcStream(address) as stream:
+            replies = [
+                stream.ask(
+                    prompt_ids=prompts[i],
+                    max_tokens=max_tokens,
+                    return_output_ids=True,
+                    stream=True,
+                )
+                for i, max_tokens in share
+            ]
+            assert not stream.has_more(within_s=0.2)
+            return replies
+
+    shares = [work[k::16] for k in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(run, shares))
+    for share, replies in zip(shares, results, strict=True):
+        for (i, max_tokens), reply in zip(share, replies, strict=True):
+            assert reply.output_ids == lone[i].output_ids[:max_tokens]
+            # A cut inside a character shows as one that is not there in the longer text.
+            assert lone[i].text.startswith(reply.text.rstrip("\ufffd"))
+            ended = len(lone[i].output_ids) <= max_tokens and lone[i].finish_reason == "eos"
+            assert reply.finish_reason == ("eos" if ended else "length")
+    eventually(lambda: idle(address))
+    after = metrics(address)
+    assert after["requests_total"] - before["requests_total"] == 200
+    tokens = sum(reply.num_output_tokens for replies in results for reply in replies)
+    assert after["output_tokens_total"] - before["output_tokens_total"] == tokens
+
+
+def test_ctrl_c_leaves_no_process(tiny_build: Path) -> None:
+    package(tiny_build)
+    address = free_address()
+    command = [sys.executable, "-m", "cli.main", "serve", "--name", tiny_build.name]
+    command += ["--build-dir", str(tiny_build.parent), "--num-threads", "1"]
+    for protocol, port in address.ports.items():
+        command += [f"--{protocol}-port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serve:
+        assert serve.stdout is not None
+        lines = [serve.stdout.readline()]
+        while "curl" not in lines[-1]:
+            lines.append(serve.stdout.readline())
+            assert lines[-1], f"dspark serve ended early: {lines}"
+        shown = subprocess.run(
+            lines[-1], shell=True, capture_output=True, text=True, check=True, timeout=60
+        )
+        assert '"text_output"' in shown.stdout
+        (group,) = {
+            os.getpgid(pid) for pid in children_of(serve.pid)
+        }  # the server and its stubs, in a group of their own
+        serve.send_signal(signal.SIGINT)
+        assert serve.wait(timeout=30) == 0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+
+
+def children_of(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()]
