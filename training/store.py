@@ -3,7 +3,8 @@
 ``NAME.tok.bin`` holds uint16 token ids of all sequences, one after the other. ``NAME.meta.jsonl``
 holds one JSON object a sequence, in the same order: ``n`` tokens, the answer starts at token
 ``a``, sampling temperature ``t``, ``mag`` (the model invented the user message itself), ``done``
-(the answer ended with an end-of-sequence token). This module knows nothing of models.
+(the answer ended with an end-of-sequence token), and ``job`` (number of the job that made it, may
+be absent). This module knows nothing of models.
 """
 
 import json
@@ -31,6 +32,7 @@ class SequenceMeta:
     t: float
     mag: bool
     done: bool
+    job: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.a <= self.n:
@@ -134,7 +136,8 @@ class StoreWriter:
             )
         self._tokens.write(np.asarray(token_ids, dtype=np.uint16).tobytes())
         self._tokens.flush()
-        self._meta.write(json.dumps(asdict(meta)) + "\n")
+        facts = {name: value for name, value in asdict(meta).items() if value is not None}
+        self._meta.write(json.dumps(facts) + "\n")
         self._meta.flush()
         self.num_sequences += 1
         self.num_tokens += meta.n
