@@ -71,10 +71,9 @@ def prepare_installation(folder: Path) -> Installation:
     stub = backend / _STUB_NAME
     stub.write_bytes(code)
     stub.chmod(0o755)
-    wanted = re.search(rb"libpython3[-.\w]*\.so[.\d]*", code)
-    if wanted is None:
-        raise InstallationError(f"{_PACKAGE}'s stub names no libpython: reinstall {_PACKAGE}")
-    (libraries / wanted[0].decode()).symlink_to(_find_libpython())
+    libpython = _find_libpython()
+    for name in set(re.findall(rb"libpython3[-.\w]*\.so[.\d]*", code)):
+        (libraries / name.decode()).symlink_to(libpython)
     search_path = [str(libraries.resolve()), str(bundled_libraries)]
     if os.environ.get("LD_LIBRARY_PATH"):
         search_path.append(os.environ["LD_LIBRARY_PATH"])

@@ -54,7 +54,17 @@ class FakeDecoder:
     ) -> None:
         request, on_output = self.requests[request_id]
         ids = list(text.encode())
-        on_output(RequestOutput(text, ids, finish, error, len(request.prompt_ids), len(ids)))
+        on_output(
+            RequestOutput(
+                text=text,
+                token_ids=ids,
+                origins=[],
+                finish_reason=finish,
+                error=error,
+                num_input_tokens=len(request.prompt_ids),
+                num_output_tokens=len(ids),
+            )
+        )
 
     def cancel(self, request_id: int) -> None:
         self.cancelled.append(request_id)
