@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from bench import evaluate
+from bench import evaluate, peers, stream
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register this folder's subcommands."""
+    """Register `eval` and `bench`."""
     evaluate.add_parser(subparsers)
+    parser = subparsers.add_parser(
+        "bench", help="measurements beside peers and of a running server", allow_abbrev=False
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    peers.add_parser(kinds)
+    stream.add_parser(kinds)

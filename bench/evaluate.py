@@ -12,12 +12,12 @@ import platform
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from bench.prompts import add_prompt_arguments, read_prompts, run_requests
 from runtime.cli import add_model_arguments, open_model, run_guarded
-from runtime.config import ConfigError
-from runtime.request import Request, RequestOutput, validate_request
+from runtime.loop import Loop
+from runtime.request import Request, validate_request
 
 # Phases of a decoding round as `Loop.step` books them; prefill steps are left out.
 _ROUND_PHASES = {
@@ -33,7 +33,7 @@ _ROUND_PHASES = {
 class _Run:
     """One policy's loop and what it has produced, prompt by prompt."""
 
-    loop: Any
+    loop: Loop
     seconds: float = 0.0
     outputs: list[list[int]] = field(default_factory=list)
 
@@ -47,14 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     add_model_arguments(parser)
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        required=True,
-        help='JSON lines of {"turns": ["user message", ...]}; the first turn is used',
-    )
-    parser.add_argument("--limit", type=int, default=0, metavar="N", help="first N prompts; 0: all")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    add_prompt_arguments(parser, limit=0, max_new_tokens=128)
     parser.add_argument(
         "--policies", default="off,fixed", help="comma-separated (default: %(default)s)"
     )
@@ -63,21 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--batch", type=int, default=1, metavar="N", help="requests at once (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report here")
     parser.set_defaults(func=_evaluate)
-
-
-def read_prompts(path: Path, limit: int) -> list[str]:
-    """First turns of a JSON-lines file; raises ConfigError naming the line that is not one."""
-    prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            prompts.append(json.loads(line)["turns"][0])
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ConfigError(
-                f'{path}:{number} is not a JSON object {{"turns": ["user message"]}}'
-            ) from error
-    return prompts[:limit] if limit else prompts
 
 
 @run_guarded
@@ -132,14 +111,10 @@ def _request(model: Any, args: argparse.Namespace, seed: int, text: str) -> Requ
 
 
 def _run_batch(run: _Run, requests: list[Request]) -> None:
-    finals: dict[int, RequestOutput] = {}
     start = time.perf_counter()
-    for index, request in enumerate(requests):
-        run.loop.add(request, lambda output, index=index: finals.update({index: output}))
-    while run.loop.has_work:
-        run.loop.step()
+    outputs = run_requests(run.loop, requests)
     run.seconds += time.perf_counter() - start
-    run.outputs += [finals[index].token_ids for index in range(len(requests))]
+    run.outputs += outputs
 
 
 def _summary(run: _Run, off: _Run | None, exact: bool) -> dict[str, Any]:
