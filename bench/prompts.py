@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 from runtime.config import ConfigError
@@ -63,7 +64,7 @@ def run_requests(
     while arrivals or loop.has_work:
         while arrivals and (joins is None or joins.random() < 0.3):
             index, request = arrivals.pop()
-            loop.add(request, lambda output, index=index: finals.update({index: output}))
+            loop.add(request, partial(finals.__setitem__, index))
         if loop.has_work:
             loop.step()
     return [finals[index].token_ids for index in range(len(requests))]
