@@ -7,6 +7,7 @@ import queue
 import socket
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -82,13 +83,15 @@ def generate_stream(address: Address, **fields: Any) -> Iterator[dict[str, Any]]
                 yield event
 
 
-def metrics(address: Address) -> dict[str, float]:
-    """The server's dspark_ metrics by name without that prefix."""
+def metrics(address: Address) -> Counter[str]:
+    """The server's dspark_ metrics by name without that prefix; 0 where it has not counted yet."""
     url = f"http://{address.client_host}:{address.metrics_port}/metrics"
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
         lines = response.read().decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("dspark_")]
-    return {name.removeprefix("dspark_").split("{")[0]: float(value) for name, value in pairs}
+    return Counter(
+        {name.removeprefix("dspark_").split("{")[0]: round(float(value)) for name, value in pairs}
+    )
 
 
 class GrpcStream:

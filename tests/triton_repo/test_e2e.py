@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.triton_repo.clients import (
     metrics,
     post,
 )
+from triton_repo.bridge import HOUSEKEEPING_PERIOD_S
 from triton_repo.package import package
 from triton_repo.server import Address, TritonServer
 
@@ -54,6 +56,12 @@ def address(server: TritonServer) -> Iterator[Address]:
 def idle(address: Address) -> bool:
     now = metrics(address)
     return now["running_requests"] == 0 and now["kv_blocks_free"] == now["kv_blocks"]
+
+
+def settled_metrics(address: Address) -> Counter[str]:
+    """Metrics once the last exports have happened."""
+    time.sleep(2 * HOUSEKEEPING_PERIOD_S)
+    return metrics(address)
 
 
 def eventually(condition: Callable[[], Any], within_s: float = 10) -> None:
@@ -188,33 +196,30 @@ def test_text_that_is_not_utf8_is_refused(address: Address) -> None:
         stream.ask(text_input="a", stop_words=[b"\xff"])
 
 
-def cancelled(address: Address) -> float:
-    return metrics(address).get("finished_cancelled_total", 0)
-
-
 def test_cancelling_a_grpc_stream_ends_the_request(address: Address) -> None:
-    before, tokens_before = cancelled(address), metrics(address)["output_tokens_total"]
+    before = settled_metrics(address)
     with GrpcStream(address) as stream:
         stream.send(prompt_ids=[5], max_tokens=CONTEXT_TOKENS - 1, ignore_eos=True, stream=True)
         stream.next_response()
         stream.cancel()
-    eventually(lambda: cancelled(address) == before + 1)
-    eventually(lambda: idle(address))
-    assert metrics(address)["output_tokens_total"] - tokens_before < CONTEXT_TOKENS // 2
+    eventually(lambda: (metrics(address) - before)["finished_cancelled_total"] == 1)
+    assert 0 < (metrics(address) - before)["output_tokens_total"] < CONTEXT_TOKENS // 2
 
 
 def test_disconnecting_from_an_http_stream_ends_the_request(address: Address) -> None:
-    before = cancelled(address)
+    before = settled_metrics(address)
     body = b'{"prompt_ids": [5], "max_tokens": 511, "ignore_eos": true, "stream": true}'
     head = "POST /v2/models/dspark/generate_stream HTTP/1.1\r\nHost: test\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((address.client_host, address.http_port)) as connection:
         connection.sendall(head.encode() + body)
         assert connection.recv(1024)
-    eventually(lambda: cancelled(address) == before + 1)
+    eventually(lambda: (metrics(address) - before)["finished_cancelled_total"] == 1)
 
 
-def test_many_streams_end_exactly_once_with_the_text_of_a_lone_request(address: Address) -> None:
+def test_many_streams_end_exactly_once_with_the_text_of_a_lone_request(
+    server: TritonServer, address: Address
+) -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 320) for _ in range(rng.randrange(1, 60))] for _ in range(40)]
     work = [(rng.randrange(40), rng.randrange(1, 40)) for _ in range(200)]
@@ -222,7 +227,7 @@ def test_many_streams_end_exactly_once_with_the_text_of_a_lone_request(address: 
     with GrpcStream(address) as stream:
         for i, prompt in enumerate(prompts):
             lone[i] = stream.ask(prompt_ids=prompt, max_tokens=40, return_output_ids=True)
-    before = metrics(address)
+    before, resident_before = settled_metrics(address), resident_bytes(server)
 
     def run(share: list[tuple[int, int]]) -> list[Reply]:
         with GrpcStream(address) as stream:
@@ -248,11 +253,12 @@ def test_many_streams_end_exactly_once_with_the_text_of_a_lone_request(address: 
             assert lone[i].text.startswith(reply.text.rstrip("\ufffd"))
             ended = len(lone[i].output_ids) <= max_tokens and lone[i].finish_reason == "eos"
             assert reply.finish_reason == ("eos" if ended else "length")
-    eventually(lambda: idle(address))
-    after = metrics(address)
-    assert after["requests_total"] - before["requests_total"] == 200
-    tokens = sum(reply.num_output_tokens for replies in results for reply in replies)
-    assert after["output_tokens_total"] - before["output_tokens_total"] == tokens
+    counted = settled_metrics(address) - before
+    assert counted["requests_total"] == 200
+    assert counted["output_tokens_total"] == sum(
+        reply.num_output_tokens for replies in results for reply in replies
+    )
+    assert resident_bytes(server) < 1.05 * resident_before
 
 
 def test_ctrl_c_leaves_no_process(tiny_build: Path) -> None:
@@ -279,6 +285,15 @@ def test_ctrl_c_leaves_no_process(tiny_build: Path) -> None:
         assert serve.wait(timeout=30) == 0
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
+
+
+def resident_bytes(server: TritonServer) -> int:
+    """Memory of the server and its stub."""
+    total = 0
+    for pid in (server.pid, *children_of(server.pid)):
+        status = Path(f"/proc/{pid}/status").read_text()
+        total += int(status.split("VmRSS:")[1].split()[0]) << 10
+    return total
 
 
 def children_of(pid: int) -> list[int]:
