@@ -3,7 +3,7 @@
 How: a small language whose next-token distribution depends on the previous token, so p and q are
 known exactly. `Simulation` plays rounds for many seeds at once, vectorised, with the bookkeeping of
 the loop (positions, anchors, streams); the chi-square tests run on it. The code under test is tied
-to it twice: `accept` must give the same tokens on every one of several hundred seeds of each case,
+to it twice: `accept` must give the same tokens on every one of many seeds of each case,
 and one case runs `accept_rejection` itself for all its samples.
 
 Each statistical test here fails by chance with probability FALSE_ALARM; the seeds are fixed, so it
@@ -31,7 +31,7 @@ from runtime.sampling import draw, softmax, target_probs
 FALSE_ALARM = 1e-6
 SIGMAS = 4.9  # a normal variable is farther out with probability FALSE_ALARM
 SAMPLES = 200_000
-REAL_SEEDS = 400  # seeds of each case that go through `accept`, round by round
+REAL_SEEDS = 160  # seeds of each case that go through `accept`, round by round
 V = 8
 BLOCK = 3
 PROMPT_END = 4  # absolute position of the first anchor
@@ -338,9 +338,9 @@ class TestRejection:
             assert tokens == expected[seed], f"seed {seed}"
 
     def test_every_sample_through_the_code_itself(self) -> None:
-        """q far from p over a reduced vocabulary; p and q are the same at every position, so the
-        tokens of all rounds one after the other must be independent draws from p."""
-        case = replace(REDUCED, draft_logits=-random_logits(1)[:, REDUCED.vocab] / 2)
+        """p and q are the same at every position here, so the tokens of all rounds one after the
+        other must be independent draws from p."""
+        case = REDUCED
         assert case.vocab is not None
         p, q = case.p[FIRST_ANCHOR], np.tile(case.q[FIRST_ANCHOR], (BLOCK, 1))
         at = range(PROMPT_END + 1, PROMPT_END + BLOCK + 2)
@@ -393,8 +393,8 @@ class TestRejection:
         """Rounding can reject although p <= q everywhere: the target's tokens remain right."""
         p = np.array([0.5, 0.499], np.float32)
         q = np.array([[0.5, 0.5]], np.float32)
-        noise = noise_of_one(0.999999, 0.4)
-        assert accept_rejection(np.array([1]), q, None, lambda _: p, noise) == (0, 0)
+        noise = noise_of_one(0.999999, 0.6)
+        assert accept_rejection(np.array([1]), q, None, lambda _: p, noise) == (0, 1)
 
     def test_the_target_is_asked_only_as_far_as_needed(self) -> None:
         asked = []
