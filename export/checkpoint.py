@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DRAFTER_ARCHITECTURE = "Qwen3DSparkModel"
 HEADS = ("vanilla", "gated", "rnn")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -281,13 +282,184 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
         )
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except (ValueError, KeyError, NotImplementedError, OSError) as error:
         raise CheckpointError(f"{gguf} cannot be read as a GGUF model: {error}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DSpark drafter in DeepSpec's layout, checked against its verifier."""
+
+    decoder: DecoderConfig
+    vocab_size: int  # V, the target's
+    draft_vocab_size: int  # V'
+    block_size: int  # g
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    markov_rank: int  # 0 without a sequential head (DFlash)
+    head: str  # vanilla, gated, rnn or none
+    has_confidence: bool
+    confidence_with_markov: bool
+    own_embedding: bool  # False: the target's
+    own_lm_head: bool  # False: the target's rows of the draft vocabulary
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the draft vocabulary is a part of the target's."""
+        return self.draft_vocab_size != self.vocab_size
+
+    def tensor_shapes(self) -> Shapes:
+        """Names and shapes of every tensor the checkpoint must hold."""
+        d, r = self.decoder.hidden_size, self.markov_rank
+        shapes: Shapes = {
+            "fc.weight": (d, len(self.target_layer_ids) * d),
+            "hidden_norm.weight": (d,),
+            "norm.weight": (d,),
+        }
+        if self.own_embedding:
+            shapes["embed_tokens.weight"] = (self.vocab_size, d)
+        if self.own_lm_head:
+            shapes["lm_head.weight"] = (self.draft_vocab_size, d)
+        if self.reduced:
+            shapes |= {"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)}
+        if self.head != "none":
+            shapes["markov_head.markov_w1.weight"] = (self.vocab_size, r)
+            shapes["markov_head.markov_w2.weight"] = (self.draft_vocab_size, r)
+        if self.head == "gated":
+            shapes["markov_head.gate_proj.weight"] = (r, d + r)
+            shapes["markov_head.gate_proj.bias"] = (r,)
+        if self.head == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * r, 2 * r + d)
+            shapes["markov_head.joint_proj.bias"] = (3 * r,)
+        if self.has_confidence:
+            width = d + (r if self.confidence_with_markov else 0)
+            shapes["confidence_head.proj.weight"] = (1, width)
+            shapes["confidence_head.proj.bias"] = (1,)
+        return shapes | self.decoder.layer_shapes("")
+
+
+def tapped_layers(folder: Path) -> tuple[int, ...]:
+    """The target layers that the drafter in `folder` reads; raises CheckpointError."""
+    ids = read_json(folder / "config.json").get("target_layer_ids")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise CheckpointError(
+            f"{folder}/config.json needs target_layer_ids, a list of layer numbers, got {ids!r}"
+        )
+    return tuple(ids)
+
+
+def load_drafter(folder: Path, target: TargetConfig) -> tuple[DrafterConfig, Weights]:
+    """Read a DSpark drafter and check it against the verifier it is to draft for.
+
+    Raises CheckpointError for another layout, and for anything that does not fit the target or
+    is ambiguous: an off-by-one here would only show as drafts that are never accepted.
+    """
+    raw = read_json(folder / "config.json")
+    if raw.get("architectures") != [DRAFTER_ARCHITECTURE]:
+        raise CheckpointError(
+            f"{folder} has architectures {raw.get('architectures')!r}; supported is "
+            f"{DRAFTER_ARCHITECTURE!r}, the DSpark drafter in DeepSpec's layout"
+        )
+
+    def value(name: str, kind: type) -> Any:
+        if type(raw.get(name)) is not kind:
+            raise CheckpointError(
+                f"{folder}/config.json needs {name} of type {kind.__name__}, got {raw.get(name)!r}"
+            )
+        return raw[name]
+
+    def expect(name: str, actual: int, wanted: int) -> None:
+        if actual != wanted:
+            raise CheckpointError(
+                f"{folder} does not fit the target: its {name} is {actual}, the target has {wanted}"
+            )
+
+    decoder, config = _decoder_config(folder, raw)
+    if not decoder.qk_norm:
+        raise CheckpointError(
+            f"{folder} is a {config.model_type!r} drafter; only 'qwen3' drafters are supported"
+        )
+    expect("hidden_size", decoder.hidden_size, target.decoder.hidden_size)
+    expect("vocab_size", config.vocab_size, target.vocab_size)
+    num_layers = target.decoder.num_layers
+    expect("num_target_layers", value("num_target_layers", int), num_layers)
+    layer_ids = tapped_layers(folder)
+    if list(layer_ids) != sorted(set(layer_ids)) or layer_ids[0] < 0:
+        raise CheckpointError(
+            f"{folder}: target_layer_ids must be strictly increasing from 0, got {list(layer_ids)}"
+        )
+    if layer_ids[-1] >= num_layers - 1:
+        raise CheckpointError(
+            f"{folder}: target_layer_ids must stay below the target's last layer "
+            f"({num_layers - 1}), got {layer_ids[-1]}"
+        )
+    block_size, mask = value("block_size", int), value("mask_token_id", int)
+    if block_size < 1:
+        raise CheckpointError(f"{folder}: block_size must be 1 or more, got {block_size}")
+    if not 0 <= mask < target.vocab_size:
+        raise CheckpointError(
+            f"{folder}: mask_token_id must be below the vocabulary size {target.vocab_size}, "
+            f"got {mask}"
+        )
+    rank = value("markov_rank", int)
+    head = value("markov_head_type", str) if rank else "none"
+    if rank < 0 or head not in (*HEADS, "none"):
+        raise CheckpointError(
+            f"{folder}: the sequential head must be one of {', '.join(HEADS)} with a positive "
+            f"markov_rank, got {head!r} with rank {rank}"
+        )
+    has_confidence = value("enable_confidence_head", bool)
+    with_markov = has_confidence and value("confidence_head_with_markov", bool)
+    if with_markov and head == "none":
+        raise CheckpointError(
+            f"{folder}: confidence_head_with_markov needs a sequential head, but markov_rank is 0"
+        )
+    weights = Weights(folder)
+    drafter = DrafterConfig(
+        decoder=decoder,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=raw.get("draft_vocab_size") or target.vocab_size,
+        block_size=block_size,
+        target_layer_ids=layer_ids,
+        mask_token_id=mask,
+        markov_rank=rank,
+        head=head,
+        has_confidence=has_confidence,
+        confidence_with_markov=with_markov,
+        own_embedding="embed_tokens.weight" in weights,
+        own_lm_head="lm_head.weight" in weights,
+    )
+    weights.check(drafter.tensor_shapes())
+    return drafter, weights
+
+
+def draft_vocab(config: DrafterConfig, weights: Weights) -> Tensor:
+    """Target ids [V'] int64 of the draft vocabulary, checked: `d + d2t[d]`.
+
+    Raises CheckpointError when `d2t` and `t2d` disagree or leave the target's vocabulary.
+    """
+    import torch
+
+    ids = torch.arange(config.draft_vocab_size)
+    if not config.reduced:
+        return ids
+    ids = ids + weights["d2t"].long()
+    folder = weights.paths[0].parent
+    if ids.min() < 0 or ids.max() >= config.vocab_size or bool((ids.diff() <= 0).any()):
+        raise CheckpointError(
+            f"{folder}: d + d2t[d] must rise strictly within the target's {config.vocab_size} ids"
+        )
+    kept = weights["t2d"].bool()
+    if int(kept.sum()) != len(ids) or not bool(kept[ids].all()):
+        raise CheckpointError(f"{folder}: d2t and t2d name different draft vocabularies")
+    return ids

@@ -8,27 +8,61 @@ long as it taps the same layers.
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from export import embedded
-from export.checkpoint import convert_gguf
+from export.checkpoint import (
+    DecoderConfig,
+    DrafterConfig,
+    TargetConfig,
+    Weights,
+    convert_gguf,
+    draft_vocab,
+    load_drafter,
+    load_target,
+    read_json,
+    tapped_layers,
+)
 from export.errors import CheckpointError
 from export.progress import say, step
 from export.publish import content_key, link_or_copy, publish
-from runtime import manifest as manifests
-from runtime.manifest import Artifact, Builder, Manifest, hash_file, tokenizer_hash
-from runtime.spec import OPSET, Dtype, KvDims, VerifierDims
+from runtime.manifest import (
+    FILE_NAME,
+    Artifact,
+    Builder,
+    Manifest,
+    hash_file,
+    load_manifest,
+    tokenizer_hash,
+)
+from runtime.spec import (
+    OPSET,
+    DrafterDims,
+    Dtype,
+    KvDims,
+    TensorSpec,
+    VerifierDims,
+    drafter_outputs,
+    verifier_outputs,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from export.parity import ParityReport, Run
 
 EMBEDDED = "embedded"
 BLOCK_TOKENS = 16
 FOLDER_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of an HF folder, no code
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir")
 KEYS_FILE = "graph_keys.json"
+DEFAULT_ATOL: dict[Dtype, float] = {"fp32": 1e-3, "fp16": 0.25, "bf16": 2.0}  # on logits
 
 
 @dataclass(frozen=True)
@@ -132,95 +166,175 @@ def export_pair(options: ExportOptions) -> Path:
     Raises CheckpointError, ParityError or PublishError.
     """
     hashes = HashCache(options.folder / "hashes.json")
-    hf = prepare_checkpoint(options, hashes)
-    tapped: tuple[int, ...] = ()
-    atol = options.atol
-    common = [code_key(), options.dtype, BLOCK_TOKENS, atol]
-    keys = {"verifier": content_key(common, tapped, _folder_key(hf, hashes))}
-    onnx_folder = options.folder / "onnx"
+    hf, drafter = prepare_checkpoint(options, hashes), options.drafter
+    tapped = tapped_layers(drafter) if drafter else ()
+    verifier_key = content_key(
+        code_key(), options.dtype, BLOCK_TOKENS, options.atol, tapped, _folder_key(hf, hashes)
+    )
+    keys = {"verifier": verifier_key}
+    if drafter:
+        keys["drafter"] = content_key(verifier_key, _folder_key(drafter, hashes))
     generation = hf / "generation_config.json"
     eos = hashes[generation] if generation.is_file() else None
+    folder = options.folder / "onnx"
     key = content_key(options.name, keys, tokenizer_hash(hf), eos)
-
-    def make(folder: Path) -> None:
-        _export(options, hf, folder, keys)
-
-    if publish(onnx_folder, key, make):
-        say(f"exported to {onnx_folder}")
+    if publish(folder, key, lambda partial: _Export(options, hf, folder, partial, keys).run()):
+        say(f"exported to {folder}")
     else:
-        say(f"{onnx_folder} is up to date")
-    return onnx_folder
+        say(f"{folder} is up to date")
+    return folder
 
 
-def _artifact(folder: Path, files: list[Path]) -> Artifact:
-    digests = [hash_file(f) for f in files]
-    return Artifact(
-        path=files[0].name,
-        bytes=sum(f.stat().st_size for f in files),
-        sha256=digests[0] if len(digests) == 1 else content_key(digests),
-        data_files=tuple(f.name for f in files[1:]),
-    )
+class _Export:
+    """One run of the exporter into an empty folder, reusing the previous export where equal."""
 
+    def __init__(
+        self, options: ExportOptions, hf: Path, previous: Path, folder: Path, keys: dict[str, str]
+    ) -> None:
+        self.options, self.hf, self.folder, self.keys = options, hf, folder, keys
+        self.previous = previous
+        self.atol = DEFAULT_ATOL[options.dtype] if options.atol is None else options.atol
+        self.artifacts: dict[str, Artifact] = {}
+        self.parity: dict[str, Any] = {}
 
-def _export(options: ExportOptions, hf: Path, folder: Path, keys: dict[str, str]) -> None:
-    """Write graphs, manifest and keys into `folder`, reusing the previous export's where equal."""
-    with step("loading torch"):
-        import torch
+    def run(self) -> None:
+        """Write graphs, draft vocabulary, manifest and keys."""
+        with step("loading PyTorch and the checkpoint"):
+            import torch
 
-        from export.checkpoint import load_target
-        from export.parity import DEFAULT_ATOL, module_runner, onnx_runner, verifier_parity
+            target, weights = load_target(self.hf)
+            pair = load_drafter(self.options.drafter, target) if self.options.drafter else None
+        tapped = pair[0].target_layer_ids if pair else ()
+        verifier_dims = VerifierDims(
+            kv=self._kv_dims(target.decoder),
+            hidden_size=target.decoder.hidden_size,
+            vocab_size=target.vocab_size,
+            max_positions=target.max_positions,
+            tapped_layers=tapped,
+        )
+        self._export_verifier(target, weights, verifier_dims)
+        drafter_dims = None
+        if pair:
+            config = pair[0]
+            drafter_dims = DrafterDims(
+                kv=self._kv_dims(config.decoder),
+                feature_size=verifier_dims.feature_size,
+                block_size=config.block_size,
+                draft_vocab_size=config.draft_vocab_size,
+                has_confidence=config.has_confidence,
+            )
+            self._export_drafter(*pair, target, weights, drafter_dims)
+        manifest = Manifest(
+            name=self.options.name,
+            dtype=self.options.dtype,
+            opset=OPSET,
+            builder=Builder("torch", torch.__version__),
+            verifier=verifier_dims,
+            drafter=drafter_dims,
+            artifacts=self.artifacts,
+            tokenizer_sha256=tokenizer_hash(self.hf),
+            eos_token_ids=target.eos_token_ids,
+            parity=self.parity,
+        )
+        (self.folder / FILE_NAME).write_text(manifest.to_json())
+        (self.folder / KEYS_FILE).write_text(json.dumps(self.keys, indent=2) + "\n")
+
+    def _kv_dims(self, decoder: DecoderConfig) -> KvDims:
+        return KvDims(
+            num_layers=decoder.num_layers,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            block_tokens=BLOCK_TOKENS,
+            dtype=self.options.dtype,
+        )
+
+    def _export_verifier(self, target: TargetConfig, weights: Weights, dims: VerifierDims) -> None:
+        from export.parity import verifier_parity
         from export.to_onnx import TORCH_DTYPES, verifier_to_onnx
         from export.verifier import Verifier
-        from runtime.spec import verifier_outputs
 
-    target, weights = load_target(hf)
-    decoder = target.decoder
-    tapped: tuple[int, ...] = ()
-    dims = VerifierDims(
-        kv=KvDims(
-            decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, BLOCK_TOKENS, options.dtype
-        ),
-        hidden_size=decoder.hidden_size,
-        vocab_size=target.vocab_size,
-        max_positions=target.max_positions,
-        tapped_layers=tapped,
-    )
-    atol = DEFAULT_ATOL[options.dtype] if options.atol is None else options.atol
-    artifacts: dict[str, Artifact] = {}
-    parity: dict[str, Any] = {}
-    with step("exporting the verifier to ONNX"):
-        verifier = Verifier(
-            target,
-            weights,
-            dtype=TORCH_DTYPES[options.dtype],
-            block_tokens=BLOCK_TOKENS,
-            tapped_layers=tapped,
-        ).eval()
-        files = verifier_to_onnx(verifier, dims, folder / "verifier.onnx")
-        artifacts["verifier"] = _artifact(folder, files)
-    with step("comparing the verifier with transformers"):
-        run = (
-            module_runner(verifier, verifier_outputs(dims))
-            if options.dtype == "bf16"  # ONNX Runtime has no bf16 kernels on CPUs
-            else onnx_runner(files[0])
+        if self._reuse("verifier", ("verifier",)):
+            return
+        with step("exporting the verifier to ONNX"):
+            module = Verifier(
+                target,
+                weights,
+                dtype=TORCH_DTYPES[self.options.dtype],
+                block_tokens=BLOCK_TOKENS,
+                tapped_layers=dims.tapped_layers,
+            ).eval()
+            self._add("verifier", verifier_to_onnx(module, dims, self.folder / "verifier.onnx"))
+        with step("comparing the verifier with transformers"):
+            run = self._runner("verifier", module, verifier_outputs(dims))
+            report = verifier_parity(run, dims, self.hf, atol=self.atol)
+        self._report("verifier", report)
+
+    def _export_drafter(
+        self,
+        config: DrafterConfig,
+        weights: Weights,
+        target: TargetConfig,
+        target_weights: Weights,
+        dims: DrafterDims,
+    ) -> None:
+        from export.drafter import Drafter
+        from export.parity import drafter_parity, module_runner
+        from export.to_onnx import TORCH_DTYPES, drafter_to_onnx
+
+        if self._reuse("drafter", ("drafter", "draft_vocab")):
+            return
+        with step("exporting the drafter to ONNX"):
+            module = Drafter(
+                config,
+                weights,
+                target,
+                target_weights,
+                dtype=TORCH_DTYPES[self.options.dtype],
+                block_tokens=BLOCK_TOKENS,
+            ).eval()
+            self._add("drafter", drafter_to_onnx(module, dims, self.folder / "drafter.onnx"))
+            vocab = self.folder / "draft_vocab.npy"
+            np.save(vocab, draft_vocab(config, weights).numpy())
+            self._add("draft_vocab", [vocab])
+        with step("comparing the drafter's graph with its PyTorch module"):
+            outputs = drafter_outputs(dims)
+            run = self._runner("drafter", module, outputs)
+            reference = module_runner(module, outputs)
+            report = drafter_parity(run, reference, dims, target.vocab_size, atol=self.atol)
+        self._report("drafter", report)
+
+    def _runner(self, name: str, module: nn.Module, outputs: list[TensorSpec]) -> Run:
+        from export.parity import module_runner, onnx_runner
+
+        if self.options.dtype == "bf16":  # ONNX Runtime has no bf16 kernels on CPUs
+            return module_runner(module, outputs)
+        return onnx_runner(self.folder / self.artifacts[name].path)
+
+    def _reuse(self, graph: str, artifacts: tuple[str, ...]) -> bool:
+        """Take over a graph of the previous export that was made from the same things."""
+        keys_file = self.previous / KEYS_FILE
+        if not keys_file.is_file() or read_json(keys_file).get(graph) != self.keys[graph]:
+            return False
+        before = load_manifest(self.previous)
+        for name in artifacts:
+            artifact = before.artifacts[name]
+            for file in (artifact.path, *artifact.data_files):
+                link_or_copy(self.previous / file, self.folder / file)
+            self.artifacts[name] = artifact
+        self.parity[graph] = before.parity[graph]
+        return True
+
+    def _add(self, name: str, files: list[Path]) -> None:
+        digests = [hash_file(f) for f in files]
+        self.artifacts[name] = Artifact(
+            path=files[0].name,
+            bytes=sum(f.stat().st_size for f in files),
+            sha256=digests[0] if len(digests) == 1 else content_key(digests),
+            data_files=tuple(f.name for f in files[1:]),
         )
-        report = verifier_parity(run, dims, hf, atol=atol)
-    for line in report.lines():
-        say(line)
-    report.check()
-    parity["verifier"] = report.to_json()
-    manifest = Manifest(
-        name=options.name,
-        dtype=options.dtype,
-        opset=OPSET,
-        builder=Builder("torch", torch.__version__),
-        verifier=dims,
-        drafter=None,
-        artifacts=artifacts,
-        tokenizer_sha256=tokenizer_hash(hf),
-        eos_token_ids=target.eos_token_ids,
-        device={"machine": platform.machine()},
-        parity=parity,
-    )
-    (folder / manifests.FILE_NAME).write_text(manifest.to_json())
-    (folder / KEYS_FILE).write_text(json.dumps(keys, indent=2) + "\n")
+
+    def _report(self, name: str, report: ParityReport) -> None:
+        for line in report.lines():
+            say(line)
+        report.check()
+        self.parity[name] = report.to_json()

@@ -9,6 +9,7 @@ order, under its names and dimension symbols.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
@@ -25,12 +26,16 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils._pytree import tree_map
 
+from export.drafter import Drafter
 from export.verifier import Verifier
 from runtime.spec import (
     OPSET,
+    DrafterDims,
     Dtype,
     TensorSpec,
     VerifierDims,
+    drafter_inputs,
+    drafter_outputs,
     verifier_inputs,
     verifier_outputs,
 )
@@ -54,25 +59,31 @@ IR_VERSION = 10  # of the ONNX file format; every runtime that reads the opset r
 ALIGNMENT = 4096  # of each tensor in the data file, so that it can be mapped
 
 
-# Example sizes of the dimension symbols. Primes, so that no two dimensions of an example are equal
-# by accident, which the tracer would take for a rule.
-EXAMPLE_SIZES = {"R": 37, "N": 41, "S": 43, "C": 47, "M": 53, "P": 59, "L": 61}
+# Two example sizes of every dimension symbol: what differs between the examples is dynamic. The
+# first are primes, so that no two dimensions are equal by accident, which the tracer would take for
+# a rule.
+EXAMPLE_SIZES = (
+    {"R": 37, "N": 41, "S": 43, "C": 47, "M": 53, "P": 59, "L": 61},
+    {"R": 2, "N": 3, "S": 5, "C": 7, "M": 11, "P": 13, "L": 17},
+)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A traced module: its graph without weights, and the names of its tensors."""
+    """A traced module: its graph, in which parameters are inputs, and its outputs' names.
+
+    Inputs, parameters among them, are called `in:` + name, outputs `out:` + name.
+    """
 
     graph: GraphProto
     outputs: tuple[str, ...]
-    parameters: frozenset[str]
 
 
-def example_inputs(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """Zeros of every spec's dtype and shape, symbols at their example size."""
+def example_inputs(specs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Zeros of every spec's dtype and shape, symbols at the given sizes."""
     return {
         spec.name: torch.zeros(
-            [EXAMPLE_SIZES[d] if isinstance(d, str) else d for d in spec.dims],
+            [sizes[d] if isinstance(d, str) else d for d in spec.dims],
             dtype=TORCH_DTYPES[spec.dtype],
         )
         for spec in specs
@@ -95,43 +106,51 @@ def _quiet() -> Iterator[None]:
 
 def trace(
     module: nn.Module,
-    args: tuple[Any, ...],
+    examples: Sequence[tuple[Any, ...]],
     inputs: Sequence[str],
     outputs: Sequence[str],
-    fixed_sizes: Collection[int],
 ) -> Part:
-    """Trace `module` on example `args`, whose leaves and results get the names given.
+    """Trace `module` on two examples of its arguments; leaves and results get the names given.
 
-    Every dimension of the arguments is dynamic except those whose size is in `fixed_sizes`.
+    A dimension is dynamic when its size differs between the examples.
     """
+    args, others = examples
     dynamic = tree_map(
-        lambda leaf: {i: Dim.DYNAMIC for i, n in enumerate(leaf.shape) if n not in fixed_sizes},
+        lambda one, two: {i: Dim.DYNAMIC for i in range(one.dim()) if one.shape[i] != two.shape[i]},
         args,
+        others,
     )
+    weights = dict(module.named_parameters())
     with _quiet():
         program = torch.onnx.export(
-            module.eval(),
-            args,
+            _WithWeights(module).eval(),
+            (weights, *args),
             dynamo=True,
             opset_version=OPSET,
             # The exporter does not keep these apart from names it makes up; a prefix does.
-            input_names=[f"in:{n}" for n in inputs],
+            input_names=[f"in:{n}" for n in (*weights, *inputs)],
             output_names=[f"out:{n}" for n in outputs],
-            dynamic_shapes=dynamic,
+            dynamic_shapes=({n: {} for n in weights}, dynamic),
         )
     assert program is not None
-    graph = program.model.graph
-    parameters = frozenset(dict(module.named_parameters()))
-    lost = parameters - graph.initializers.keys()
-    if lost:
-        raise RuntimeError(f"the exporter folded parameters away: {', '.join(sorted(lost))}")
-    for name in parameters:
-        del graph.initializers[name]  # stays in use as a free name, given to each copy
-    proto = onnx_ir.serde.serialize_graph(graph)
-    for node in proto.node:
+    graph = onnx_ir.serde.serialize_graph(program.model.graph)
+    for node in graph.node:
         node.ClearField("metadata_props")  # source lines of this machine
         node.ClearField("doc_string")
-    return Part(proto, tuple(outputs), parameters)
+    return Part(graph, tuple(outputs))
+
+
+class _WithWeights(nn.Module):
+    """A module whose parameters come with the call: as graph inputs they are never folded into
+    constants, merged with equal ones, or renamed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = [module]  # hidden from nn.Module, which would register the parameters
+
+    def forward(self, weights: dict[str, Tensor], *args: Any) -> Any:
+        """Run the module on `args` with `weights` for its parameters."""
+        return torch.func.functional_call(self.module[0], weights, args)
 
 
 class GraphBuilder:
@@ -161,8 +180,9 @@ class GraphBuilder:
         names = {f"in:{n}": value for n, value in inputs.items()}
         names |= {f"out:{n}": value for n, value in results.items()}
         for name, weight in module.named_parameters():
-            names[name] = self._names.setdefault(id(weight), f"{prefix}{name}")
-            self.weights[names[name]] = weight.data
+            stored = self._names.setdefault(id(weight), f"{prefix}{name}")
+            names[f"in:{name}"] = stored
+            self.weights[stored] = weight.data
 
         def renamed(name: str) -> str:
             return names.setdefault(name, f"{prefix}{name}") if name else ""
@@ -239,43 +259,60 @@ def _value_info(spec: TensorSpec) -> onnx.ValueInfoProto:
 def verifier_to_onnx(verifier: Verifier, dims: VerifierDims, path: Path) -> list[Path]:
     """Write the verifier's graph to `path`; returns the files written."""
     inputs, outputs = verifier_inputs(dims), verifier_outputs(dims)
-    example = example_inputs(inputs)
-    names = list(example)
-    step, (logits_index, *pools) = names[:7], names[7:]
-    plan_args = tuple(example[n] for n in step)
-    x, plan = verifier.plan(*plan_args)
-    fixed = {
-        dims.hidden_size,
-        dims.kv.num_kv_heads,
-        dims.kv.head_dim,
-        dims.kv.block_tokens,
-        verifier.num_heads,
-        1,
-    }
-    fields = plan._fields
-    plan_part = trace(verifier.plan, plan_args, step, ["x", *fields], fixed)
-    layer_part = trace(
-        verifier.layers[0],
-        (x, plan, example[pools[0]], example[pools[1]]),
-        ["x", *fields, "k_pool", "v_pool"],
-        ["x_out", "k", "v"],
-        fixed,
-    )
-    head_part = trace(
-        verifier.head, (x, example[logits_index]), ["x", "logits_index"], ["logits"], fixed
-    )
+    builder = _decoder_graph(verifier, inputs, ("logits_index",), ("logits",), dims.tapped_layers)
+    return builder.save(path, inputs, outputs)
+
+
+def drafter_to_onnx(drafter: Drafter, dims: DrafterDims, path: Path) -> list[Path]:
+    """Write the drafter's graph to `path`; returns the files written."""
+    inputs, outputs = drafter_inputs(dims), drafter_outputs(dims)
+    results = [spec.name for spec in outputs[: len(outputs) - 2 * dims.kv.num_layers]]
+    head_inputs = ("anchor_ids", "uniforms", "temperature")
+    return _decoder_graph(drafter, inputs, head_inputs, results).save(path, inputs, outputs)
+
+
+def _decoder_graph(
+    model: Verifier | Drafter,
+    specs: Sequence[TensorSpec],
+    head_inputs: Sequence[str],
+    head_outputs: Sequence[str],
+    tapped_layers: Collection[int] = (),
+) -> GraphBuilder:
+    """The graph of plan, layers and head: each traced once, the layer repeated.
+
+    The plan takes the contract's inputs up to the pools as far as its signature goes; the head
+    takes the residual stream and `head_inputs`.
+    """
+    count = len(inspect.signature(model.plan.forward).parameters)
+    plan_inputs = [spec.name for spec in specs[:count]]
+    pair = [example_inputs(specs, sizes) for sizes in EXAMPLE_SIZES]
+    plan_args = [tuple(example[n] for n in plan_inputs) for example in pair]
+    streams = [model.plan(*args) for args in plan_args]
+    layer_args = [
+        (x, plan, example["k_pool.0"], example["v_pool.0"])
+        for (x, plan), example in zip(streams, pair, strict=True)
+    ]
+    head_args = [
+        (x, *(example[n] for n in head_inputs))
+        for (x, _), example in zip(streams, pair, strict=True)
+    ]
+    fields = streams[0][1]._fields
+    layer_inputs = ["x", *fields, "k_pool", "v_pool"]
+    plan_part = trace(model.plan, plan_args, plan_inputs, ["x", *fields])
+    layer_part = trace(model.layers[0], layer_args, layer_inputs, ["next_x", "k", "v"])
+    head_part = trace(model.head, head_args, ["x", *head_inputs], head_outputs)
 
     builder = GraphBuilder()
-    values = builder.add(plan_part, "plan.", verifier.plan, {n: n for n in step})
+    values = builder.add(plan_part, "plan.", model.plan, {n: n for n in plan_inputs})
     taps = []
-    for i, layer in enumerate(verifier.layers):
+    for i, layer in enumerate(model.layers):
         feeds = values | {"k_pool": f"k_pool.{i}", "v_pool": f"v_pool.{i}"}
         results = {"k": f"k_new.{i}", "v": f"v_new.{i}"}
-        values["x"] = builder.add(layer_part, f"layers.{i}.", layer, feeds, results)["x_out"]
-        if i in dims.tapped_layers:
+        values["x"] = builder.add(layer_part, f"layers.{i}.", layer, feeds, results)["next_x"]
+        if i in tapped_layers:
             taps.append(values["x"])
     if taps:
         builder.concat(taps, "features")
-    feeds = {"x": values["x"], "logits_index": "logits_index"}
-    builder.add(head_part, "head.", verifier.head, feeds, {"logits": "logits"})
-    return builder.save(path, inputs, outputs)
+    feeds = {"x": values["x"]} | {n: n for n in head_inputs}
+    builder.add(head_part, "head.", model.head, feeds, {n: n for n in head_outputs})
+    return builder

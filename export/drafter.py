@@ -1,0 +1,285 @@
+"""The DSpark drafter: context injection, one block pass and the sequential head, in one graph.
+
+Contract: `runtime.spec.drafter_inputs` and `drafter_outputs`. The method is section 3 of the
+DSpark paper (arXiv 2607.05147): features of the target's layers become keys and values of every
+drafter layer, the block [anchor, MASK, ...] attends to them and to itself in both directions, and
+a light head samples its tokens from left to right. Block keys and values are not kept.
+
+Three modules with plain tensors between them (`Plan`, `Layer` once per layer, `Head`), as in
+`export.verifier`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from export.checkpoint import (
+    DecoderConfig,
+    DrafterConfig,
+    TargetConfig,
+    Weights,
+    draft_vocab,
+)
+from export.layers import (
+    Embedding,
+    Linear,
+    Mlp,
+    RmsNorm,
+    Rope,
+    attend,
+    fused_linear,
+    head_rows,
+    output_rows,
+    pool_rows,
+    query_rows,
+    rotate,
+    rows_of,
+)
+
+
+class DraftPlan(NamedTuple):
+    """What every layer of one call needs. Keys and values come for C context tokens, then R*g of
+    the block."""
+
+    context: Tensor  # [C, d] fp32, the projected features H
+    cos: Tensor  # [C + R*g, 1, D] fp32
+    sin: Tensor  # [C + R*g, 1, D] fp32
+    query_rows: Tensor  # [R, Hk, G*g] int64 into the block's query heads
+    own_rows: Tensor  # [R, Hk, S + g] int64 into the call's keys or values
+    output_rows: Tensor  # [R*g, H] int64 into the attention output
+    pool_rows: Tensor  # [R, Hk, M*b] int64 into each pool
+    visible: Tensor  # [R, 1, 1, M*b + S + g] bool
+
+
+class Plan(nn.Module):
+    """Projects the features, embeds the block and lays out the call."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        weights: Weights,
+        embedding: Tensor,
+        block_tokens: int,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.config, self.block_tokens = config, block_tokens
+        # fp32: features of real models leave fp16's range.
+        self.project = Linear(weights["fc.weight"], None, torch.float32)
+        self.norm = RmsNorm(weights["hidden_norm.weight"], config.decoder.rms_norm_eps)
+        self.embedding = Embedding(embedding, dtype)
+        self.rope = Rope(config.decoder.rope)
+
+    def forward(
+        self,
+        context_features: Tensor,
+        context_position_ids: Tensor,
+        pad_index: Tensor,
+        segment_lens: Tensor,
+        context_lens: Tensor,
+        block_table: Tensor,
+        anchor_ids: Tensor,
+    ) -> tuple[Tensor, DraftPlan]:
+        """The block's residual stream [R*g, d] fp32 and the plan."""
+        config, g = self.config, self.config.block_size
+        heads, kv_heads = config.decoder.num_heads, config.decoder.num_kv_heads
+        requests, steps = anchor_ids.shape[0], torch.arange(g)
+        masks = torch.full((1, g - 1), config.mask_token_id).expand(requests, -1)
+        block_ids = torch.cat([anchor_ids[:, None], masks], dim=1)
+        block_positions = (context_lens + segment_lens)[:, None] + steps
+        block = torch.arange(requests)[:, None] * g + steps  # [R, g] packed
+        positions = torch.cat([context_position_ids, block_positions.flatten()])
+        cos, sin = self.rope(positions)
+        past = pool_rows(block_table, self.block_tokens, kv_heads)
+        own = torch.cat([pad_index, context_features.shape[0] + block], dim=1)
+        visible = torch.cat(
+            [
+                torch.arange(past.shape[2]) < context_lens[:, None],
+                torch.arange(pad_index.shape[1]) < segment_lens[:, None],
+                torch.ones_like(block, dtype=torch.bool),
+            ],
+            dim=1,
+        )
+        plan = DraftPlan(
+            context=self.norm(self.project(context_features)),
+            cos=cos,
+            sin=sin,
+            query_rows=query_rows(block, heads, heads, kv_heads),
+            own_rows=head_rows(own, kv_heads, 0, kv_heads),
+            output_rows=output_rows(block.flatten(), g, heads),
+            pool_rows=past,
+            visible=visible[:, None, None, :],
+        )
+        return self.embedding(block_ids.flatten()), plan
+
+
+class Layer(nn.Module):
+    """One drafter layer: block queries against pool, new context and block."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, prefix: str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.dtype = config.head_dim, dtype
+        attention, eps = f"{prefix}self_attn.", config.rms_norm_eps
+        self.input_norm = RmsNorm(weights[f"{prefix}input_layernorm.weight"], eps)
+        self.query = fused_linear(weights, attention, ("q_proj",), dtype)
+        self.key_value = fused_linear(weights, attention, ("k_proj", "v_proj"), dtype)
+        self.q_norm = RmsNorm(weights[f"{attention}q_norm.weight"], eps)
+        self.k_norm = RmsNorm(weights[f"{attention}k_norm.weight"], eps)
+        self.output = fused_linear(weights, attention, ("o_proj",), dtype)
+        self.mlp_norm = RmsNorm(weights[f"{prefix}post_attention_layernorm.weight"], eps)
+        self.mlp = Mlp(weights, f"{prefix}mlp.", dtype)
+
+    def forward(
+        self, x: Tensor, plan: DraftPlan, k_pool: Tensor, v_pool: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Block [R*g, d] fp32 in; block, the context's keys and values [C, Hk, D] out."""
+        kv_heads, context_len = self.num_kv_heads, plan.context.shape[0]
+        normed = self.input_norm(x)
+        q = self.query(normed).unflatten(-1, (self.num_heads, self.head_dim)).float()
+        q = rotate(self.q_norm(q), plan.cos[context_len:], plan.sin[context_len:]).to(self.dtype)
+        kv = self.key_value(torch.cat([plan.context, normed]))
+        k, v = kv.unflatten(-1, (2 * kv_heads, self.head_dim)).chunk(2, dim=1)
+        k = rotate(self.k_norm(k.float()), plan.cos, plan.sin).to(self.dtype)
+        keys = torch.cat([rows_of(k_pool, plan.pool_rows), rows_of(k, plan.own_rows)], dim=2)
+        values = torch.cat([rows_of(v_pool, plan.pool_rows), rows_of(v, plan.own_rows)], dim=2)
+        out = attend(rows_of(q, plan.query_rows), keys, values, plan.visible)
+        x = x + self.output(rows_of(out, plan.output_rows).flatten(1)).float()
+        x = x + self.mlp(self.mlp_norm(x)).float()
+        return x, k[:context_len], v[:context_len]
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    """Draft ids [R] int64: argmax of `logits` [R, V'] where `temperature` [R] is 0, elsewhere the
+    inverse CDF of softmax(logits / temperature) at `uniform` [R].
+
+    Counts the entries whose cumulative probability stays at or below u times the total; entries
+    after the last one with any probability are never reached.
+    """
+    greedy = logits.argmax(dim=-1)
+    warm = temperature > 0
+    safe = torch.where(warm, temperature, 1.0)
+    cdf = (logits / safe[:, None]).softmax(dim=-1).cumsum(dim=-1)
+    total = cdf[:, -1:]
+    passed = (cdf <= uniform[:, None] * total) & (cdf < total)
+    return torch.where(warm, passed.long().sum(dim=-1), greedy)
+
+
+class Head(nn.Module):
+    """lm_head, the sequential head unrolled over the block, and the confidence head."""
+
+    def __init__(
+        self, config: DrafterConfig, weights: Weights, lm_head: Tensor, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = RmsNorm(weights["norm.weight"], config.decoder.rms_norm_eps)
+        self.lm_head = Linear(lm_head, None, dtype)
+        if config.reduced:
+            self.draft_vocab = nn.Parameter(draft_vocab(config, weights), requires_grad=False)
+        markov = "markov_head."
+        if config.head != "none":
+            self.previous = Embedding(weights[f"{markov}markov_w1.weight"], dtype)
+            self.bias = fused_linear(weights, markov, ("markov_w2",), dtype)
+        if config.head == "gated":
+            self.gate = fused_linear(weights, markov, ("gate_proj",), dtype)
+        if config.head == "rnn":
+            self.joint = fused_linear(weights, markov, ("joint_proj",), dtype)
+        if config.has_confidence:
+            self.confidence = fused_linear(weights, "confidence_head.", ("proj",), torch.float32)
+
+    def forward(
+        self, x: Tensor, anchor_ids: Tensor, uniforms: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`draft_ids`, `draft_logits` and, where there is such a head, `confidence_logits`."""
+        config, g = self.config, self.config.block_size
+        packed = self.norm(x)
+        hidden = packed.unflatten(0, (-1, g))  # [R, g, d]
+        base = self.lm_head(packed).float().unflatten(0, (-1, g))  # [R, g, V']
+        ids, logits, embedded = [], [], []
+        last = anchor_ids
+        state = hidden.new_zeros(1, config.markov_rank).expand(anchor_ids.shape[0], -1)
+        for k in range(g):
+            scores = base[:, k]
+            if config.head != "none":
+                previous = self.previous(last)
+                embedded.append(previous)
+                bias, state = self.markov(previous, hidden[:, k], state)
+                scores = scores + bias
+            logits.append(scores)
+            last = sample(scores, temperature, uniforms[:, k])
+            if config.reduced:
+                last = F.embedding(last, self.draft_vocab[:, None]).squeeze(-1)
+            ids.append(last)
+        results = (torch.stack(ids, dim=1), torch.stack(logits, dim=1))
+        if not config.has_confidence:
+            return results
+        known = hidden  # confidence of token k knows what precedes it, never the token itself
+        if config.confidence_with_markov:
+            known = torch.cat([hidden, torch.stack(embedded, dim=1)], dim=-1)
+        return (*results, self.confidence(known).squeeze(-1))
+
+    def markov(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Logit bias [R, V'] fp32 after a token embedded as `previous` [R, r], and the state."""
+        if self.config.head == "gated":
+            gate = self.gate(torch.cat([hidden, previous], dim=-1)).float()
+            previous = torch.sigmoid(gate) * previous
+        if self.config.head == "rnn":
+            joint = self.joint(torch.cat([state, previous, hidden], dim=-1)).float()
+            gate, candidate, output = joint.chunk(3, dim=-1)
+            keep = torch.sigmoid(gate)
+            state = keep * state + (1 - keep) * torch.tanh(candidate)
+            previous = torch.tanh(output)
+        return self.bias(previous).float(), state
+
+
+class Drafter(nn.Module):
+    """The drafter with paged context and in-graph sampling."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        weights: Weights,
+        target: TargetConfig,
+        target_weights: Weights,
+        *,
+        dtype: torch.dtype,
+        block_tokens: int,
+    ) -> None:
+        """Embedding and lm_head that `weights` lacks come from `target_weights`."""
+        super().__init__()
+        tables = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+        if target.tied:
+            tables["lm_head"] = tables["embed_tokens"]
+        embedding, lm_head = (
+            weights[f"{name}.weight"] if own else target_weights[f"{tables[name]}.weight"]
+            for name, own in (
+                ("embed_tokens", config.own_embedding),
+                ("lm_head", config.own_lm_head),
+            )
+        )
+        if not config.own_lm_head:
+            lm_head = lm_head[draft_vocab(config, weights)]
+        self.plan = Plan(config, weights, embedding, block_tokens, dtype)
+        self.layers = nn.ModuleList(
+            Layer(config.decoder, weights, f"layers.{i}.", dtype)
+            for i in range(config.decoder.num_layers)
+        )
+        self.head = Head(config, weights, lm_head, dtype)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`runtime.spec.drafter_inputs` in, `drafter_outputs` out, both in their order."""
+        *call, anchor_ids, uniforms, temperature = inputs[:9]
+        pools = inputs[9:]
+        x, plan = self.plan(*call, anchor_ids)
+        new = []
+        for i, layer in enumerate(self.layers):
+            x, k, v = layer(x, plan, pools[2 * i], pools[2 * i + 1])
+            new += [k, v]
+        return (*self.head(x, anchor_ids, uniforms, temperature), *new)

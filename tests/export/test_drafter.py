@@ -1,0 +1,188 @@
+"""The drafter against DeepSpec's own results, round by round, and its sampling against numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from export.checkpoint import load_drafter, load_target
+from export.drafter import Drafter, sample
+from export.parity import Pools, Run, drafter_parity, module_runner, onnx_runner
+from export.to_onnx import drafter_to_onnx
+from runtime.manifest import load_manifest
+from runtime.spec import DrafterDims, Dtype, KvDims, drafter_inputs, drafter_outputs
+from tests.helpers import load_golden, make_tiny_drafter, shared_data_dir
+
+BLOCK_TOKENS = 16
+
+
+def load(folder: Path, target_dir: Path, dtype: Dtype = "fp32") -> tuple[Drafter, DrafterDims]:
+    target, target_weights = load_target(target_dir)
+    config, weights = load_drafter(folder, target)
+    module = Drafter(
+        config, weights, target, target_weights, dtype=torch.float32, block_tokens=BLOCK_TOKENS
+    )
+    decoder = config.decoder
+    dims = DrafterDims(
+        kv=KvDims(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, BLOCK_TOKENS, dtype),
+        feature_size=len(config.target_layer_ids) * decoder.hidden_size,
+        block_size=config.block_size,
+        draft_vocab_size=config.draft_vocab_size,
+        has_confidence=config.has_confidence,
+    )
+    return module, dims
+
+
+def check_golden(run: Run, dims: DrafterDims, head: str) -> None:
+    """Replay every round in a paged pool full of garbage."""
+    generator = torch.Generator().manual_seed(0)
+    for prompt in load_golden(head):
+        total = sum(len(r.context_features) for r in prompt.rounds)
+        pools, context = Pools(dims.kv, torch.tensor([total]), generator), 0
+        for number, golden in enumerate(prompt.rounds):
+            new = len(golden.context_features)
+            values: dict[str, Tensor] = {
+                "context_features": torch.from_numpy(golden.context_features),
+                "context_position_ids": torch.arange(context, context + new),
+                "pad_index": torch.arange(new)[None],
+                "segment_lens": torch.tensor([new]),
+                "context_lens": torch.tensor([context]),
+                "block_table": pools.block_table,
+                "anchor_ids": torch.tensor([golden.anchor]),
+                "uniforms": torch.rand(1, dims.block_size, generator=generator),
+                "temperature": torch.zeros(1),
+                **pools.tensors,
+            }
+            outputs = run({spec.name: values[spec.name] for spec in drafter_inputs(dims)})
+            where = f"{head}, round {number}"
+            assert outputs["draft_ids"][0].tolist() == golden.draft_ids.tolist(), where
+            expected = {"draft_logits": golden.draft_logits}
+            if golden.confidence_logits is not None:
+                expected["confidence_logits"] = golden.confidence_logits
+            for name, array in expected.items():
+                worst = (outputs[name][0] - torch.from_numpy(array)).abs().max()
+                assert worst < 1e-4, f"{where}: {name} differ by {worst}"
+            for spec in dims.kv.pool_specs():
+                rows = outputs[spec.name.replace("pool", "new")]
+                tokens = torch.arange(context, context + new)
+                blocks = pools.block_table[0, tokens // BLOCK_TOKENS]
+                pools.tensors[spec.name][blocks, tokens % BLOCK_TOKENS] = rows
+            context += new
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "dflash"])
+def test_module_equals_golden(head: str) -> None:
+    golden = shared_data_dir() / "golden"
+    module, dims = load(golden / head, golden / "target")
+    assert dims.has_confidence == (head != "dflash")
+    check_golden(module_runner(module, drafter_outputs(dims)), dims, head)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "dflash"])
+def test_graph_equals_golden(head: str, tmp_path: Path) -> None:
+    golden = shared_data_dir() / "golden"
+    module, dims = load(golden / head, golden / "target")
+    drafter_to_onnx(module, dims, tmp_path / "drafter.onnx")
+    check_golden(onnx_runner(tmp_path / "drafter.onnx"), dims, head)
+
+
+def test_reduced_vocabulary_graph(exported: Path, drafter_dir: Path, target_dir: Path) -> None:
+    """The graph equals its module, drafts only ids of the draft vocabulary, and says which."""
+    manifest = load_manifest(exported / "onnx")
+    dims = manifest.drafter
+    assert dims is not None
+    assert dims.draft_vocab_size == 100
+    parity = manifest.parity["drafter"]
+    assert parity["argmax_agreement"] == 1.0
+    assert parity["differences"]["draft_logits"]["max"] < 1e-4
+    assert parity["differences"]["confidence_logits"]["max"] < 1e-4
+    vocab = np.load(exported / "onnx" / "draft_vocab.npy")
+    config, weights = load_drafter(drafter_dir, load_target(target_dir)[0])
+    assert vocab.dtype == np.int64
+    assert vocab.tolist() == (weights["d2t"] + torch.arange(100)).tolist()
+    inputs = random_call(dims, requests=3, temperature=[0.0, 0.7, 1.5])
+    ids = onnx_runner(exported / "onnx" / "drafter.onnx")(inputs)["draft_ids"]
+    assert set(ids.flatten().tolist()) <= set(vocab.tolist())
+    assert config.reduced
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+@pytest.mark.parametrize("own_embeddings", [True, False])
+@pytest.mark.parametrize("head", ["vanilla", "none"])
+def test_optional_parts_load_and_run(
+    head: str, own_embeddings: bool, with_markov: bool, tmp_path: Path, target_dir: Path
+) -> None:
+    make_tiny_drafter(
+        tmp_path, head=head, own_embeddings=own_embeddings, confidence_with_markov=with_markov
+    )
+    module, dims = load(tmp_path, target_dir)
+    run = module_runner(module, drafter_outputs(dims))
+    drafter_parity(run, run, dims, 320, atol=0.0).check()
+
+
+def random_call(dims: DrafterDims, requests: int, temperature: list[float]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    pools = Pools(dims.kv, torch.zeros(requests, dtype=torch.int64), generator)
+    values: dict[str, Any] = {
+        "context_features": torch.randn(2 * requests, dims.feature_size, generator=generator),
+        "context_position_ids": torch.arange(2).repeat(requests),
+        "pad_index": torch.arange(2 * requests).reshape(requests, 2),
+        "segment_lens": torch.full((requests,), 2),
+        "context_lens": torch.zeros(requests, dtype=torch.int64),
+        "block_table": pools.block_table,
+        "anchor_ids": torch.arange(requests),
+        "uniforms": torch.rand(requests, dims.block_size, generator=generator),
+        "temperature": torch.tensor(temperature),
+        **pools.tensors,
+    }
+    return {spec.name: values[spec.name] for spec in drafter_inputs(dims)}
+
+
+def test_graph_samples_the_inverse_cdf(exported: Path) -> None:
+    """At every temperature the draft is what numpy makes of the graph's own logits."""
+    manifest = load_manifest(exported / "onnx")
+    dims, vocab = manifest.drafter, np.load(exported / "onnx" / "draft_vocab.npy")
+    assert dims is not None
+    run = onnx_runner(exported / "onnx" / "drafter.onnx")
+    temperatures = [0.0, 0.3, 1.0, 2.0]
+    for seed in range(20):
+        inputs = random_call(dims, requests=4, temperature=temperatures)
+        generator = torch.Generator().manual_seed(seed)
+        inputs["uniforms"] = torch.rand(4, dims.block_size, generator=generator)
+        outputs = run(inputs)
+        for r, temperature in enumerate(temperatures):
+            for k in range(dims.block_size):
+                logits = outputs["draft_logits"][r, k].double().numpy()
+                if temperature == 0:
+                    expected, margin = int(logits.argmax()), 1.0
+                else:
+                    weights = np.exp((logits - logits.max()) / temperature)
+                    cdf = np.cumsum(weights / weights.sum())
+                    u = float(inputs["uniforms"][r, k])
+                    expected = int(np.searchsorted(cdf, u, side="right"))
+                    margin = float(np.abs(cdf - u).min())
+                if margin > 1e-5:  # nearer to a step than that, fp32 may fall on either side
+                    assert outputs["draft_ids"][r, k] == vocab[expected], (seed, r, k)
+
+
+def test_sampling_follows_the_distribution() -> None:
+    """Frequencies over an even grid of uniforms are the probabilities."""
+    logits = torch.tensor([1.0, -1.0, 0.5, -30.0, 2.0])
+    uniforms = (torch.arange(10_000) + 0.5) / 10_000
+    drafts = sample(logits.expand(10_000, -1), torch.full((10_000,), 0.8), uniforms)
+    frequencies = torch.bincount(drafts, minlength=5) / 10_000
+    torch.testing.assert_close(frequencies, (logits / 0.8).softmax(-1), rtol=0, atol=2e-4)
+
+
+def test_sampling_never_leaves_the_support() -> None:
+    """The largest uniform lands on the last token that has any probability."""
+    logits = torch.tensor([[0.0, 0.0, -1e9, -1e9], [0.0, -1e9, 0.0, -1e9]])
+    below_one = torch.full((2,), float(np.nextafter(np.float32(1), np.float32(0))))
+    assert sample(logits, torch.ones(2), below_one).tolist() == [1, 2]
+    assert sample(logits, torch.ones(2), torch.zeros(2)).tolist() == [0, 0]
