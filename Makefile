@@ -56,6 +56,10 @@ clean: ## remove build outputs; .venv stays
 
 $(INSTALLED): | .venv/bin/pip
 	.venv/bin/pip install --disable-pip-version-check --editable '.[dev]'
+# Only its files are used, so what its Python code requires does not matter; one such requirement,
+# numpy 1, cannot be met on Python 3.13.
+	.venv/bin/pip install --disable-pip-version-check --quiet --no-deps \
+	  $$(sed -nE 's/.*"(nvidia-pytriton==[0-9.]+).*/\1/p' pyproject.toml)
 	@rm -f .venv/.installed-*
 	@touch $@
 

@@ -166,6 +166,7 @@ def test_without_stream_there_is_one_answer() -> None:
         eventually(lambda: decoder.requests)
         assert decoder.requests[1][0].prompt_ids == (97, 98)
         decoder.emit(1, "x")
+        time.sleep(0.05)  # the outbox has it
         decoder.emit(1, "yz", "length")
         eventually(lambda: sender.finals)
     assert sender.messages == [Answer("xyz", "length", 2, 2, [120, 121, 122])]
@@ -180,6 +181,7 @@ def test_with_stream_every_text_is_sent_and_held_back_text_is_not() -> None:
         decoder.emit(1, "x")
         eventually(lambda: len(sender.messages) == 1)
         decoder.emit(1, "")
+        time.sleep(0.05)  # the outbox has it
         decoder.emit(1, "y")
         eventually(lambda: len(sender.messages) == 2)
         decoder.emit(1, "", "eos")
@@ -188,7 +190,9 @@ def test_with_stream_every_text_is_sent_and_held_back_text_is_not() -> None:
     assert [m.finish_reason for m in sender.messages if isinstance(m, Answer)] == ["", "", "eos"]
 
 
-def test_slow_client_gets_what_waits_in_one_response_and_does_not_stop_the_loop() -> None:
+def test_slow_client_gets_what_waits_in_one_response_and_does_not_stop_the_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     gate = threading.Event()
     decoder, sender = FakeDecoder(), FakeSender(gate)
     with running_bridge(decoder) as bridge:
@@ -202,6 +206,7 @@ def test_slow_client_gets_what_waits_in_one_response_and_does_not_stop_the_loop(
         gate.set()
         eventually(lambda: sender.finals)
     assert sender.texts == ["a", "bcde"]
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
