@@ -28,7 +28,6 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "package",
         help="package engines as a Triton model repository",
         description="Make build/NAME/repository from build/NAME/engines and build/NAME/hf.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     _add_common(parser)
@@ -38,15 +37,20 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "serve",
         help="serve a packaged repository with Triton",
         description="Start Triton on build/NAME/repository; Ctrl-C stops everything it started.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     _add_common(parser)
     address = Address()
-    parser.add_argument("--host", default=address.host, help="address to listen on")
+    parser.add_argument(
+        "--host", default=address.host, help="address to listen on (default: %(default)s)"
+    )
     for protocol, port in address.ports.items():
         parser.add_argument(
-            f"--{protocol}-port", type=int, default=port, help=f"port for {protocol}"
+            f"--{protocol}-port",
+            type=int,
+            default=port,
+            metavar="PORT",
+            help=f"for {protocol} (default: %(default)s)",
         )
     options = parser.add_argument_group("decoder options (units are in the names)")
     for field in dataclasses.fields(RuntimeConfig):
@@ -54,16 +58,16 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             "--" + field.name.replace("_", "-"),
             type=type(field.default),
             default=field.default,
-            metavar=type(field.default).__name__.upper(),
-            help=" ",  # the formatter adds the default to a help text only
+            metavar="TEXT" if isinstance(field.default, str) else "N",
+            help="default: %(default)s",
         )
     parser.set_defaults(func=run_serve)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default=NAME, help="folder under the build folder")
+    parser.add_argument("--name", default=NAME, help="built model (default: %(default)s)")
     parser.add_argument(
-        "--build-dir", type=Path, default=Path("build"), help="folder of all build outputs"
+        "--build-dir", type=Path, default=Path("build"), help="default: %(default)s"
     )
 
 

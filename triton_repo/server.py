@@ -69,11 +69,12 @@ def _check_ports(address: Address) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address.host, port))
-            except OSError as error:
+            except (OSError, OverflowError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
                 raise ServerError(
-                    f"cannot listen for {protocol} on {address.host}:{port} "
-                    f"({os.strerror(error.errno or 0)}): choose another port with "
-                    f"--{protocol}-port, or {protocol.upper()}_PORT= for make serve"
+                    f"cannot listen for {protocol} on {address.host}:{port} ({reason}): "
+                    f"choose another with --host and --{protocol}-port, or HOST= and "
+                    f"{protocol.upper()}_PORT= for make"
                 ) from error
 
 

@@ -35,6 +35,20 @@ def test_port_in_use_names_the_port_and_the_option(repository: Path, tmp_path: P
             TritonServer(repository, tmp_path, Address(http_port=0, grpc_port=port)).start()
 
 
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (Address(http_port=70_000), "http on 127.0.0.1:70000 .*0-65535.*HTTP_PORT="),
+        (Address(host="no-such-host.invalid"), "no-such-host.invalid:8000 .*--host"),
+    ],
+)
+def test_impossible_address_is_named(
+    repository: Path, tmp_path: Path, address: Address, message: str
+) -> None:
+    with pytest.raises(ServerError, match=message):
+        TritonServer(repository, tmp_path, address).start()
+
+
 def test_missing_repository_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="make engines"):
         TritonServer(tmp_path / "repository", tmp_path).start()
