@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from training.data import ChatFormat, DataError
 from training.drafter import Drafter, target_to_draft
-from training.evaluate import SequenceScore, Validation, score_sequence, validate
+from training.evaluate import SequenceScore, Validation, score_sequence, summarise
 from training.features import CachedSequence, CacheSpec, FeatureCache
 from training.generate import GenerationEngine, GenerationRequest
 from training.store import SequenceMeta, StoreWriter, read_store, store_paths
@@ -171,23 +171,17 @@ def judge(
 ) -> SetReport:
     """Accepted lengths and confidence of ``drafter`` on one set's answers."""
     to_draft = target_to_draft(drafter.draft_to_target, drafter.config.vocab_size)
-    reports = []
+    summaries, reports = [], []
     for sequences in (greedy, sampled):
         generator = np.random.default_rng(0)
-        scores = [score_sequence(drafter, sequence, to_draft) for sequence in sequences]
-        pairs = [outcomes(score, generator) for score in scores if score is not None]
-        with_head = drafter.confidence_head is not None and pairs
-        reports.append(
-            confidence_report(
+        attempts = [score_sequence(drafter, sequence, to_draft) for sequence in sequences]
+        scores = [score for score in attempts if score is not None]
+        summaries.append(summarise(scores))
+        report = ConfidenceReport()
+        if drafter.confidence_head is not None and scores:
+            pairs = [outcomes(score, generator) for score in scores]
+            report = confidence_report(
                 np.concatenate([c for c, _ in pairs]), np.concatenate([a for _, a in pairs])
             )
-            if with_head
-            else ConfidenceReport()
-        )
-    return SetReport(
-        prompts=len(greedy),
-        greedy=validate(drafter, greedy),
-        sampled=validate(drafter, sampled, sampled_stride=1),
-        greedy_confidence=reports[0],
-        sampled_confidence=reports[1],
-    )
+        reports.append(report)
+    return SetReport(len(greedy), summaries[0], summaries[1], reports[0], reports[1])

@@ -113,21 +113,25 @@ def walk(matches: npt.NDArray[np.bool_]) -> tuple[int, int]:
 def validate(
     drafter: Drafter, sequences: Sequence[CachedSequence], sampled_stride: int = 8
 ) -> Validation:
-    """Score greedy texts by walking, texts sampled at temperature 1 by survival of drafts."""
+    """Score texts written greedily or sampled at temperature 1; others say nothing exact."""
     to_draft = target_to_draft(drafter.draft_to_target, drafter.config.vocab_size)
+    scores = [
+        score_sequence(drafter, sequence, to_draft, sampled_stride if sequence.temperature else 1)
+        for sequence in sequences
+        if sequence.temperature in (0, 1)
+    ]
+    return summarise([score for score in scores if score is not None])
+
+
+def summarise(scores: Sequence[SequenceScore]) -> Validation:
+    """Greedy texts by walking (they need every anchor), sampled ones by survival of drafts."""
     result = Validation()
     matched: list[npt.NDArray[np.bool_]] = []
     overlaps: list[npt.NDArray[np.float32]] = []
     survivals: list[npt.NDArray[np.float32]] = []
-    for sequence in sequences:
-        greedy = sequence.temperature == 0
-        if not greedy and sequence.temperature != 1:
-            continue
-        score = score_sequence(drafter, sequence, to_draft, 1 if greedy else sampled_stride)
-        if score is None:
-            continue
+    for score in scores:
         whole = score.exists.all(axis=1)
-        if greedy:
+        if score.temperature == 0:
             rounds, tokens = walk(score.matches)
             result.greedy_rounds += rounds
             result.greedy_tokens += tokens
