@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds defaults to the help, but not where there is none worth naming."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.required or action.default in (None, False, []):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register this folder's subcommands; each sets ``func``, which returns an exit code."""
     _add_train_data(subparsers)
@@ -23,7 +32,7 @@ def _add_train_data(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
     parser = subparsers.add_parser(
         "train-data",
         help="let the target answer self-made prompts, as training data for its drafter",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -51,7 +60,7 @@ def _add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "train",
         help="train a drafter for a target",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, required=True, help="TOML file of the run")
@@ -81,7 +90,7 @@ def _add_judge(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "judge-drafter",
         help="accepted lengths and confidence of a drafter on prompt sets",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder")
