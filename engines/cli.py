@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from engines.build import BUILDERS, BuildError, build_engines
+from engines.build import BuildError, build_engines
 from export.embedded import NAME
 from export.errors import ExportError
 from export.progress import say
@@ -18,18 +18,12 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "build",
         help="turn exported ONNX graphs into an engine folder",
-        description="Build BUILD_DIR/NAME/engines from BUILD_DIR/NAME/onnx. What did not change "
-        "since the last run is not built again.",
+        description="Build BUILD_DIR/NAME/engines for ONNX Runtime from BUILD_DIR/NAME/onnx. What "
+        "did not change since the last run is not built again.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--name", default=NAME, help="name of the pair's build folder (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--builder",
-        choices=BUILDERS,
-        default=BUILDERS[0],
-        help="what runs the engines (default: %(default)s)",
     )
     parser.add_argument(
         "--build-dir",
@@ -44,7 +38,7 @@ def run_build(args: argparse.Namespace) -> int:
     """Run `dspark build`."""
     folder = args.build_dir / args.name
     try:
-        built = build_engines(folder, args.builder)
+        built = build_engines(folder)
     except (BuildError, ManifestError, ExportError) as error:
         print(f"dspark build: {error}", file=sys.stderr)
         return 1

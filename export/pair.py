@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,7 +169,7 @@ def export_pair(options: ExportOptions) -> Path:
     hf, drafter = prepare_checkpoint(options, hashes), options.drafter
     tapped = tapped_layers(drafter) if drafter else ()
     verifier_key = content_key(
-        code_key(), options.dtype, BLOCK_TOKENS, options.atol, tapped, _folder_key(hf, hashes)
+        code_key(), options.dtype, BLOCK_TOKENS, tapped, _folder_key(hf, hashes)
     )
     keys = {"verifier": verifier_key}
     if drafter:
@@ -177,7 +177,7 @@ def export_pair(options: ExportOptions) -> Path:
     generation = hf / "generation_config.json"
     eos = hashes[generation] if generation.is_file() else None
     folder = options.folder / "onnx"
-    key = content_key(options.name, keys, tokenizer_hash(hf), eos)
+    key = content_key(options.name, keys, options.atol, tokenizer_hash(hf), eos)
     if publish(folder, key, lambda partial: _Export(options, hf, folder, partial, keys).run()):
         say(f"exported to {folder}")
     else:
@@ -312,6 +312,8 @@ class _Export:
 
     def _reuse(self, graph: str, artifacts: tuple[str, ...]) -> bool:
         """Take over a graph of the previous export that was made from the same things."""
+        from export.parity import ParityReport
+
         keys_file = self.previous / KEYS_FILE
         if not keys_file.is_file() or read_json(keys_file).get(graph) != self.keys[graph]:
             return False
@@ -321,7 +323,8 @@ class _Export:
             for file in (artifact.path, *artifact.data_files):
                 link_or_copy(self.previous / file, self.folder / file)
             self.artifacts[name] = artifact
-        self.parity[graph] = before.parity[graph]
+        report = ParityReport.from_json(before.parity[graph])
+        self._report(graph, replace(report, atol=self.atol))
         return True
 
     def _add(self, name: str, files: list[Path]) -> None:

@@ -69,6 +69,12 @@ class ParityReport:
                     f"(mean {d.mean:.3g}), allowed are {limit:.3g}: the export is not used"
                 )
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
+        """The report that `to_json` gave."""
+        differences = {name: Difference(**d) for name, d in data["differences"].items()}
+        return cls(**{**data, "differences": differences})
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-able data."""
         return asdict(self)

@@ -1,8 +1,8 @@
 """Folders that appear whole or not at all, keyed by what they were made from.
 
 `publish` makes a folder's contents beside it, flushes them to the disk and renames. A folder that
-already carries the wanted key is left alone, so a second run costs nothing; an interrupted run
-leaves the previous folder in place.
+already carries the wanted key, and all its files, is left alone, so a second run costs nothing; an
+interrupted run leaves the previous folder in place.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ def content_key(*parts: Any) -> str:
 
 
 def published_key(folder: Path) -> str | None:
-    """The key of a published folder, or None when there is no such folder."""
-    path = folder / KEY_FILE
-    return path.read_text().strip() if path.is_file() else None
+    """The key of a published folder; None when it is not there or files of it are gone or cut."""
+    try:
+        label = json.loads((folder / KEY_FILE).read_text())
+        whole = all((folder / n).stat().st_size == size for n, size in label["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return str(label["key"]) if whole else None
 
 
 def publish(folder: Path, key: str, make: Callable[[Path], None]) -> bool:
@@ -53,7 +57,13 @@ def publish(folder: Path, key: str, make: Callable[[Path], None]) -> bool:
             try:
                 partial.mkdir()
                 make(partial)
-                (partial / KEY_FILE).write_text(key + "\n")
+                files = {
+                    str(p.relative_to(partial)): p.stat().st_size
+                    for p in sorted(partial.rglob("*"))
+                    if p.is_file()
+                }
+                label = json.dumps({"key": key, "files": files}, indent=2)
+                (partial / KEY_FILE).write_text(label + "\n")
                 _flush(partial)
                 if folder.exists():
                     folder.rename(previous)

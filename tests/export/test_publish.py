@@ -146,6 +146,17 @@ def test_two_builds_take_turns(tmp_path: Path) -> None:
     assert second.wait(timeout=30) == 0
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("cut short")])
+def test_a_damaged_folder_is_made_again(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = tmp_path / "engines"
+    publish(folder, "one", writer("whole"))
+    (folder / "cost.json").write_text("added later")
+    assert not publish(folder, "one", unchanged)
+    damage(folder / "sub" / "file")
+    assert publish(folder, "one", writer("whole"))
+    assert contents(folder) == "whole"
+
+
 def test_keys_differ_with_their_parts() -> None:
     assert content_key("a", 1) == content_key("a", 1)
     assert len({content_key("a", 1), content_key("a", 2), content_key("a1"), content_key()}) == 4
