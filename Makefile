@@ -1,7 +1,8 @@
 # Wraps the `dspark` command. `make help` lists the targets and variables.
 
-NAME ?= smollm2
 MODEL ?=
+# Another model never lands in the embedded one's folder.
+NAME ?= $(if $(MODEL),$(patsubst %.gguf,%,$(notdir $(patsubst %/,%,$(MODEL)))),smollm2)
 DTYPE ?= fp32
 # The embedded model's own drafter goes with it; another model brings its own or none.
 DRAFTER ?= $(if $(MODEL),,$(wildcard models/dspark_smollm2_135m))
@@ -23,7 +24,7 @@ PYTHONS := $(or $(PYTHON),python3.12 python3.11 python3.13 python3)
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 	@echo
-	@echo 'MODEL=<Hugging Face folder or .gguf>   the embedded SmolLM2-135M-Instruct when absent'
+	@echo 'MODEL=<Hugging Face folder or .gguf>   the embedded SmolLM2-135M-Instruct when empty'
 	@echo 'NAME=$(NAME)  DTYPE=$(DTYPE) (fp32, fp16, bf16)  DRAFTER=$(DRAFTER)'
 	@echo 'HOST=$(HOST)  HTTP_PORT=$(HTTP_PORT)  GRPC_PORT=$(GRPC_PORT)  METRICS_PORT=$(METRICS_PORT)'
 	@echo 'ARGS=<more options of dspark serve>   PYTHON=<a Python from 3.11 to 3.13 for .venv>'
