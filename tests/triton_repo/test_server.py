@@ -18,6 +18,8 @@ def repository(tmp_path: Path) -> Path:
     (model / "1").mkdir(parents=True)
     (model / "config.pbtxt").write_text('name: "dspark" backend: "python" max_batch_size: 1')
     (model / "1" / "model.py").write_text(
+        "import os, sys\n"
+        "sys.path.insert(0, os.environ['DSPARK_SITE_PACKAGES'])\n"  # the stub needs numpy
         "class EngineError(Exception): pass\n"
         "class TritonPythonModel:\n"
         "    def initialize(self, args):\n"
