@@ -53,7 +53,7 @@ class Model:
             acceptance=config.acceptance,
         )
         self._draft_vocab = _load_draft_vocab(engine_dir, manifest)
-        self._engines = load_engines(engine_dir, manifest, num_blocks, config.engine_threads)
+        self.engines = load_engines(engine_dir, manifest, num_blocks, config.engine_threads)
 
     def make_loop(self, policy: str | None = None) -> Loop:
         """A fresh loop over the engines, with another policy if one is named.
@@ -62,7 +62,7 @@ class Model:
         """
         config = self.config if policy is None else replace(self.config, policy=policy)
         return Loop(
-            self._engines,
+            self.engines,
             self.manifest,
             self._draft_vocab,
             self.tokenizer,
@@ -72,7 +72,7 @@ class Model:
 
     def close(self) -> None:
         """Free the engines; may be called again."""
-        self._engines.close()
+        self.engines.close()
 
 
 def _capacity(manifest: Manifest, config: RuntimeConfig) -> tuple[int, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import make_tiny_llama
+from tests.helpers import make_tiny_drafter, make_tiny_llama, shared_data_dir
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,47 @@ def tiny_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_pair(ExportOptions(model=str(model), name="tiny", build_dir=root))
     build_engines(root / "tiny")
     return root / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny_pair_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_build`, with a random drafter of a reduced vocabulary."""
+    from engines.build import build_engines
+    from export.pair import ExportOptions, export_pair
+
+    root = tmp_path_factory.mktemp("pair_build")
+    model = make_tiny_llama(root / "model")
+    drafter = make_tiny_drafter(root / "drafter", draft_vocab_size=100, own_embeddings=False)
+    export_pair(ExportOptions(model=str(model), name="tiny", drafter=drafter, build_dir=root))
+    build_engines(root / "tiny")
+    return root / "tiny"
+
+
+@pytest.fixture(scope="session")
+def embedded_build() -> Path:
+    """build/smollm2 of the embedded model, as `make engines` leaves it; made when it is not."""
+    from cli.main import main
+
+    assert main(["export", *_default_drafter()]) == 0
+    assert main(["build"]) == 0
+    return Path("build/smollm2")
+
+
+def _default_drafter() -> list[str]:
+    shipped = Path("models/dspark_smollm2_135m")
+    return ["--drafter", str(shipped)] if shipped.is_dir() else []
+
+
+@pytest.fixture(scope="session")
+def early_build(embedded_build: Path) -> Path:
+    """The embedded model with the early drafter of the shared data."""
+    from engines.build import build_engines
+    from export.pair import ExportOptions, export_pair
+
+    drafter = shared_data_dir() / "drafter_smollm2_early"
+    folder = embedded_build.parent / "smollm2_early"
+    if not folder.exists():  # start from the same verifier instead of exporting it again
+        shutil.copytree(embedded_build / "onnx", folder / "onnx", copy_function=os.link)
+    export_pair(ExportOptions(model=str(embedded_build / "hf"), name=folder.name, drafter=drafter))
+    build_engines(folder)
+    return folder
