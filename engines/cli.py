@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from engines.build import BuildError, build_engines
+from export.cli import folder_name
 from export.embedded import NAME
 from export.errors import ExportError
 from export.progress import say
@@ -23,7 +24,10 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--name", default=NAME, help="name of the pair's build folder (default: %(default)s)"
+        "--name",
+        type=folder_name,
+        default=NAME,
+        help="name of the pair's build folder (default: %(default)s)",
     )
     parser.add_argument(
         "--build-dir",

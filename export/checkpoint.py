@@ -179,6 +179,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def _check_architecture(source: Path, model_type: str | None) -> None:
+    if model_type not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{source} is a {model_type!r} model; supported are {', '.join(ARCHITECTURES.values())}"
+        )
+
+
 def _decoder_config(folder: Path, raw: dict[str, Any]) -> tuple[DecoderConfig, Any]:
     """The decoder of `folder`'s config.json, and the configuration as transformers reads it."""
     import torch
@@ -186,10 +193,7 @@ def _decoder_config(folder: Path, raw: dict[str, Any]) -> tuple[DecoderConfig, A
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     model_type = raw.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{folder} is a {model_type!r} model; supported are {', '.join(ARCHITECTURES.values())}"
-        )
+    _check_architecture(folder, model_type)
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
@@ -277,12 +281,14 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model of a GGUF file into `folder` as fp32 safetensors with its tokenizer.
 
     Quantised weights are dequantised exactly; nothing else is lost. Raises CheckpointError when
-    transformers cannot read the file.
+    transformers cannot read the file, or its architecture is not supported.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        _check_architecture(gguf, config.model_type)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,

@@ -29,6 +29,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument(
         "--name",
+        type=folder_name,
         help=f"name of the pair's build folder (default: {NAME} for the embedded model, else the "
         "name of the model's folder or file)",
     )
@@ -56,6 +57,13 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "checkpoint (default: 0.001 for fp32, 0.25 for fp16, 2 for bf16)",
     )
     parser.set_defaults(func=run_export)
+
+
+def folder_name(value: str) -> str:
+    """Argument type: a name of one folder, not a path."""
+    if value in (".", "..") or Path(value).name != value:
+        raise argparse.ArgumentTypeError(f"must be a plain folder name, got {value!r}")
+    return value
 
 
 def default_name(model: str) -> str:

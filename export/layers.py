@@ -147,13 +147,18 @@ def pool_rows(block_table: Tensor, block_tokens: int, num_kv_heads: int) -> Tens
     return head_rows(tokens.flatten(1), num_kv_heads, 0, num_kv_heads)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with fp32 scores.
+def attend(
+    query: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], visible: Tensor
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with fp32 scores, over the pool's tokens and the call's own.
 
-    `query` [R, Hk, Q, D], `keys` and `values` [R, Hk, T, D], `visible` [R, 1, Q, T] bool; returns
-    [R, Hk, Q, D]. Masking replaces scores instead of adding to them, so that garbage in unused
-    blocks cannot outweigh the mask.
+    `query` [R, Hk, Q, D], `keys` and `values` [R, Hk, T, D] and [R, Hk, S, D], `visible`
+    [R, 1, Q or 1, T + S] bool; returns [R, Hk, Q, D]. The two runs of keys are never joined:
+    scores are, which are smaller. Masking replaces scores instead of adding to them, so that
+    garbage in unused blocks cannot outweigh the mask.
     """
     query = query * query.shape[-1] ** -0.5
-    scores = (query @ keys.transpose(-1, -2)).float()
-    return torch.where(visible, scores, MASKED).softmax(dim=-1).to(values.dtype) @ values
+    scores = torch.cat([query @ k.transpose(-1, -2) for k in keys], dim=-1).float()
+    probs = torch.where(visible, scores, MASKED).softmax(dim=-1).to(query.dtype)
+    split = keys[0].shape[2]
+    return probs[..., :split] @ values[0] + probs[..., split:] @ values[1]

@@ -139,6 +139,7 @@ def prepare_checkpoint(options: ExportOptions, hashes: HashCache) -> Path:
         files = [p for p in sorted(source.iterdir()) if p.suffix in FOLDER_SUFFIXES]
 
         def make(folder: Path) -> None:
+            load_target(source)  # a refusal names the folder that the caller gave
             for file in files:
                 # Only weights are linked: the rest is small, and people edit it in place.
                 place = link_or_copy if file.suffix == ".safetensors" else shutil.copyfile

@@ -123,8 +123,8 @@ class Layer(nn.Module):
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
         qk = rotate(qk, plan.cos, plan.sin).to(self.dtype)
-        keys = torch.cat([rows_of(k_pool, plan.pool_rows), rows_of(qk, plan.key_rows)], dim=2)
-        values = torch.cat([rows_of(v_pool, plan.pool_rows), rows_of(v, plan.value_rows)], dim=2)
+        keys = (rows_of(k_pool, plan.pool_rows), rows_of(qk, plan.key_rows))
+        values = (rows_of(v_pool, plan.pool_rows), rows_of(v, plan.value_rows))
         out = attend(rows_of(qk, plan.query_rows), keys, values, plan.visible)
         x = x + self.output(rows_of(out, plan.output_rows).flatten(1)).float()
         x = x + self.mlp(self.mlp_norm(x)).float()

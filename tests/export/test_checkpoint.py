@@ -7,11 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
-from export.checkpoint import CheckpointError, draft_vocab, load_drafter, load_target
+from export.checkpoint import (
+    CheckpointError,
+    convert_gguf,
+    draft_vocab,
+    load_drafter,
+    load_target,
+)
 from tests.helpers import make_tiny_drafter, make_tiny_llama, make_tiny_model
 
 Edit = Callable[[dict[str, Any]], object]
@@ -199,3 +208,78 @@ def test_refuses_a_wrong_draft_vocabulary(
     config, weights = load_drafter(tmp_path, load_target(target_dir)[0])
     with pytest.raises(CheckpointError, match=sentence):
         draft_vocab(config, weights)
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(path: Path, folder: Path, architecture: str = "llama") -> None:
+    """The tiny Llama of `folder` as llama.cpp would store it, in fp32."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_block_count(4)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(16)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(320)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
+    writer.add_token_types([3] * 3 + [1] * 317)  # the first three are control tokens
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values = tensor.numpy()
+        for heads, projection in ((4, "q_proj"), (2, "k_proj")):
+            if projection in name:  # llama.cpp rotates neighbours, Hugging Face halves
+                values = values.reshape(heads, 2, 8, 64).swapaxes(1, 2).reshape(values.shape)
+        stem = name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            _, _, layer, rest = stem.split(".", 3)
+            stem = f"blk.{layer}.{GGUF_NAMES[rest]}"
+        else:
+            stem = GGUF_NAMES[stem]
+        writer.add_tensor(f"{stem}.weight", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_converts_a_gguf(tmp_path: Path, target_dir: Path) -> None:
+    """Every tensor comes back as it was, and the tokenizer tokenizes as before."""
+    write_gguf(tmp_path / "model.gguf", target_dir)
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "hf")
+    config, weights = load_target(tmp_path / "hf")
+    original = load_file(target_dir / "model.safetensors")
+    assert weights.shapes.keys() == original.keys()
+    assert all(torch.equal(weights[name], original[name]) for name in original)
+    assert config.eos_token_ids == (2,)
+    tokenizers = [AutoTokenizer.from_pretrained(d) for d in (tmp_path / "hf", target_dir)]
+    text = "The model drafts, é 日本."
+    assert len({tuple(t(text)["input_ids"]) for t in tokenizers}) == 1
+
+
+def test_refuses_a_gguf_of_another_architecture(tmp_path: Path, target_dir: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", target_dir, "stablelm")
+    with pytest.raises(CheckpointError, match="'stablelm' model; supported are Llama"):
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "hf")

@@ -109,6 +109,24 @@ def test_a_damaged_gguf_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "build" / "hf").exists()
 
 
+def test_a_refusal_names_the_folder_given_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_llama(tmp_path / "model", num_hidden_layers=1)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    assert main(arguments(model, tmp_path / "build")) == 1
+    message = f"dspark export: {model} uses the activation 'relu'; only 'silu' is supported"
+    assert capsys.readouterr().err.splitlines()[-1] == message
+    assert not (tmp_path / "build" / "hf").exists()
+
+
+def test_a_name_is_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "--name", "../elsewhere", "--build-dir", str(tmp_path)])
+    assert "must be a plain folder name, got '../elsewhere'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_precision_graphs(dtype: str, tmp_path: Path) -> None:
