@@ -40,6 +40,11 @@ from export.layers import (
     rows_of,
 )
 
+CANDIDATES = 64  # tokens among which filters are decided: a whole sort would cost too much
+DROPPED = (
+    -1e30
+)  # logit of what the filters drop: nothing after softmax, finite over any temperature
+
 
 class DraftPlan(NamedTuple):
     """What every layer of one call needs. Keys and values come for C context tokens, then R*g of
@@ -155,20 +160,53 @@ class Layer(nn.Module):
         return x, k[:context_len], v[:context_len]
 
 
-def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """Draft ids [R] int64: argmax of `logits` [R, V'] where `temperature` [R] is 0, elsewhere the
-    inverse CDF of softmax(logits / temperature) at `uniform` [R].
+class Sampling(NamedTuple):
+    """How each request's drafts are drawn, as in the graph contract."""
 
-    Counts the entries whose cumulative probability stays at or below u times the total; entries
-    after the last one with any probability are never reached.
+    temperature: Tensor  # [R] fp32, 0 for argmax
+    top_k: Tensor  # [R] int64, 0 keeps all
+    top_p: Tensor  # [R] fp32, 1 keeps all
+    min_p: Tensor  # [R] fp32, 0 keeps all
+
+
+def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draft ids [R] int64 and `logits` [R, V'] with what the filters drop at `DROPPED`.
+
+    Argmax where the temperature is 0, elsewhere the inverse CDF at `uniform` [R] of the filtered
+    softmax(logits / temperature): counts the entries whose cumulative probability stays at or
+    below u times the total; entries after the last one with any probability are never reached.
     """
-    greedy = logits.argmax(dim=-1)
-    warm = temperature > 0
-    safe = torch.where(warm, temperature, 1.0)
-    cdf = (logits / safe[:, None]).softmax(dim=-1).cumsum(dim=-1)
+    warm = sampling.temperature > 0
+    safe = torch.where(warm, sampling.temperature, 1.0)
+    probs = (logits / safe[:, None]).softmax(dim=-1)
+    kept = probs >= cutoff(probs, sampling)
+    cdf = torch.where(kept, probs, 0.0).cumsum(dim=-1)
     total = cdf[:, -1:]
     passed = (cdf <= uniform[:, None] * total) & (cdf < total)
-    return torch.where(warm, passed.long().sum(dim=-1), greedy)
+    ids = torch.where(warm, passed.long().sum(dim=-1), logits.argmax(dim=-1))
+    return ids, torch.where(kept, logits, DROPPED)
+
+
+def cutoff(probs: Tensor, sampling: Sampling) -> Tensor:
+    """The least probability [R, 1] that top-k, top-p and min-p together keep; 0 to keep all.
+
+    The filters are the target's (`runtime.sampling.target_probs`), in its order, as far as they
+    are decided among the `CANDIDATES` most likely tokens; where they would keep more, the draft
+    is left unfiltered, which costs acceptance and never exactness.
+    """
+    count = min(CANDIDATES, probs.shape[-1])
+    top = probs.topk(count).values
+    rank = torch.arange(count)
+    every_k = sampling.top_k[:, None] == 0
+    within_k = every_k | (rank < sampling.top_k[:, None])
+    rest = torch.where(within_k, top, 0.0)
+    rest = rest / torch.where(every_k, 1.0, rest.sum(dim=-1, keepdim=True))
+    before = rest.cumsum(dim=-1) - rest
+    within_p = (sampling.top_p[:, None] >= 1) | (before < sampling.top_p[:, None])
+    likely = top >= sampling.min_p[:, None] * top[:, :1]
+    num_kept = (within_k & within_p & likely).long().sum(dim=-1, keepdim=True)
+    last = top.gather(-1, (num_kept - 1).clamp(min=0))
+    return torch.where(num_kept < count, last, 0.0)
 
 
 class Head(nn.Module):
@@ -195,7 +233,7 @@ class Head(nn.Module):
             self.confidence = fused_linear(weights, "confidence_head.", ("proj",), torch.float32)
 
     def forward(
-        self, x: Tensor, anchor_ids: Tensor, uniforms: Tensor, temperature: Tensor
+        self, x: Tensor, anchor_ids: Tensor, uniforms: Tensor, *sampling: Tensor
     ) -> tuple[Tensor, ...]:
         """`draft_ids`, `draft_logits` and, where there is such a head, `confidence_logits`."""
         config, g = self.config, self.config.block_size
@@ -212,8 +250,8 @@ class Head(nn.Module):
                 embedded.append(previous)
                 bias, state = self.markov(previous, hidden[:, k], state)
                 scores = scores + bias
+            last, scores = sample(scores, uniforms[:, k], Sampling(*sampling))
             logits.append(scores)
-            last = sample(scores, temperature, uniforms[:, k])
             if config.reduced:
                 last = F.embedding(last, self.draft_vocab[:, None]).squeeze(-1)
             ids.append(last)
@@ -275,11 +313,10 @@ class Drafter(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`runtime.spec.drafter_inputs` in, `drafter_outputs` out, both in their order."""
-        *call, anchor_ids, uniforms, temperature = inputs[:9]
-        pools = inputs[9:]
+        call, (anchor_ids, *sampling), pools = inputs[:6], inputs[6:12], inputs[12:]
         x, plan = self.plan(*call, anchor_ids)
         new = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, plan, pools[2 * i], pools[2 * i + 1])
             new += [k, v]
-        return (*self.head(x, anchor_ids, uniforms, temperature), *new)
+        return (*self.head(x, anchor_ids, *sampling), *new)

@@ -238,6 +238,9 @@ def drafter_parity(
         "anchor_ids": torch.randint(vocab_size, (requests,), generator=generator),
         "uniforms": torch.rand(requests, dims.block_size, generator=generator),
         "temperature": torch.zeros(requests),
+        "top_k": torch.zeros(requests, dtype=torch.int64),
+        "top_p": torch.ones(requests),
+        "min_p": torch.zeros(requests),
         **pools.tensors,
     }
     inputs = {spec.name: values[spec.name] for spec in drafter_inputs(dims)}

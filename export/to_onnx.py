@@ -267,7 +267,7 @@ def drafter_to_onnx(drafter: Drafter, dims: DrafterDims, path: Path) -> list[Pat
     """Write the drafter's graph to `path`; returns the files written."""
     inputs, outputs = drafter_inputs(dims), drafter_outputs(dims)
     results = [spec.name for spec in outputs[: len(outputs) - 2 * dims.kv.num_layers]]
-    head_inputs = ("anchor_ids", "uniforms", "temperature")
+    head_inputs = ("anchor_ids", "uniforms", "temperature", "top_k", "top_p", "min_p")
     return _decoder_graph(drafter, inputs, head_inputs, results).save(path, inputs, outputs)
 
 

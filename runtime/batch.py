@@ -102,8 +102,11 @@ class DraftSegment:
     context_len: int  # drafter tokens already in the pool
     blocks: list[int]
     anchor_id: int
-    temperature: float
     uniforms: NDArray[np.float32]  # [g]
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class DraftBatch(NamedTuple):
@@ -128,6 +131,9 @@ def pack_draft(segments: Seq[DraftSegment], block_tokens: int) -> DraftBatch:
         "anchor_ids": np.asarray([s.anchor_id for s in segments], np.int64),
         "uniforms": np.stack([s.uniforms for s in segments]),
         "temperature": np.asarray([s.temperature for s in segments], np.float32),
+        "top_k": np.asarray([s.top_k for s in segments], np.int64),
+        "top_p": np.asarray([s.top_p for s in segments], np.float32),
+        "min_p": np.asarray([s.min_p for s in segments], np.float32),
     }
     own_slots = [
         slots(s.blocks, s.context_len, n, block_tokens) for s, n in zip(segments, lens, strict=True)

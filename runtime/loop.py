@@ -149,8 +149,11 @@ class Loop:
                 context_len=s.num_drafter_computed,
                 blocks=s.blocks,
                 anchor_id=s.token_ids[s.num_computed],
-                temperature=s.request.temperature,
                 uniforms=uniforms,
+                temperature=s.request.temperature,
+                top_k=s.request.top_k,
+                top_p=s.request.top_p,
+                min_p=s.request.min_p,
             )
             for s, uniforms in zip(sequences, noise, strict=True)
         ]

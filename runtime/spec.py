@@ -140,7 +140,8 @@ def drafter_inputs(dims: DrafterDims) -> list[TensorSpec]:
     verifier features, and drafts a block of g tokens after them: the anchor stands at position
     `context_lens[r] + segment_lens[r]`. `context_lens` counts the drafter's tokens already in its
     pool, which shares block ids and tables with the verifier's. `temperature` 0 means argmax;
-    otherwise the draft is the inverse CDF of softmax(draft_logits / temperature) at `uniforms`.
+    otherwise the draft is the inverse CDF of softmax(draft_logits / temperature) at `uniforms`,
+    after the filters `top_k` (0 keeps all), `top_p` (1 keeps all) and `min_p` (0 keeps all).
     """
     return [
         TensorSpec("context_features", "fp32", ("C", dims.feature_size)),
@@ -152,6 +153,9 @@ def drafter_inputs(dims: DrafterDims) -> list[TensorSpec]:
         TensorSpec("anchor_ids", "int64", ("R",)),
         TensorSpec("uniforms", "fp32", ("R", dims.block_size)),
         TensorSpec("temperature", "fp32", ("R",)),
+        TensorSpec("top_k", "int64", ("R",)),
+        TensorSpec("top_p", "fp32", ("R",)),
+        TensorSpec("min_p", "fp32", ("R",)),
         *dims.kv.pool_specs(),
     ]
 
@@ -160,8 +164,9 @@ def drafter_outputs(dims: DrafterDims) -> list[TensorSpec]:
     """Outputs of the drafter graph.
 
     `draft_ids` [R, g] are target-vocabulary ids; `draft_logits` [R, g, V'] include the sequential
-    head and precede the temperature; `confidence_logits` [R, g] precede the sigmoid and exist only
-    where the checkpoint has a confidence head.
+    head, precede the temperature and are hugely negative for what the filters dropped, so that
+    softmax(draft_logits / temperature) is exactly what was sampled; `confidence_logits` [R, g]
+    precede the sigmoid and exist only where the checkpoint has a confidence head.
     """
     block: tuple[Dim, ...] = ("R", dims.block_size)
     confidence = [TensorSpec("confidence_logits", "fp32", block)]

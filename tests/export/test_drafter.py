@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 
 from export.checkpoint import load_drafter, load_target
-from export.drafter import Drafter, sample
+from export.drafter import CANDIDATES, Drafter, Sampling, sample
 from export.parity import Pools, Run, drafter_parity, module_runner, onnx_runner
 from export.to_onnx import drafter_to_onnx
 from runtime.manifest import load_manifest
+from runtime.request import RequestLimits, validate_request
+from runtime.sampling import softmax, target_probs
 from runtime.spec import DrafterDims, Dtype, KvDims, drafter_inputs, drafter_outputs
 from tests.helpers import load_golden, make_tiny_drafter, shared_data_dir
 
 BLOCK_TOKENS = 16
+NO_FILTERS = {
+    "top_k": torch.zeros(1, dtype=torch.int64),
+    "top_p": torch.ones(1),
+    "min_p": torch.zeros(1),
+}
 
 
 def load(folder: Path, target_dir: Path, dtype: Dtype = "fp32") -> tuple[Drafter, DrafterDims]:
@@ -56,6 +63,7 @@ def check_golden(run: Run, dims: DrafterDims, head: str) -> None:
                 "anchor_ids": torch.tensor([golden.anchor]),
                 "uniforms": torch.rand(1, dims.block_size, generator=generator),
                 "temperature": torch.zeros(1),
+                **NO_FILTERS,
                 **pools.tensors,
             }
             outputs = run({spec.name: values[spec.name] for spec in drafter_inputs(dims)})
@@ -139,6 +147,7 @@ def random_call(dims: DrafterDims, requests: int, temperature: list[float]) -> d
         "anchor_ids": torch.arange(requests),
         "uniforms": torch.rand(requests, dims.block_size, generator=generator),
         "temperature": torch.tensor(temperature),
+        **{name: value.expand(requests) for name, value in NO_FILTERS.items()},
         **pools.tensors,
     }
     return {spec.name: values[spec.name] for spec in drafter_inputs(dims)}
@@ -171,11 +180,16 @@ def test_graph_samples_the_inverse_cdf(exported: Path) -> None:
                     assert outputs["draft_ids"][r, k] == vocab[expected], (seed, r, k)
 
 
+def sampling(count: int, temperature: float, **filters: float) -> Sampling:
+    values = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters}
+    return Sampling(*(torch.tensor(v).expand(count) for v in values.values()))
+
+
 def test_sampling_follows_the_distribution() -> None:
     """Frequencies over an even grid of uniforms are the probabilities."""
     logits = torch.tensor([1.0, -1.0, 0.5, -30.0, 2.0])
     uniforms = (torch.arange(10_000) + 0.5) / 10_000
-    drafts = sample(logits.expand(10_000, -1), torch.full((10_000,), 0.8), uniforms)
+    drafts, _ = sample(logits.expand(10_000, -1), uniforms, sampling(10_000, 0.8))
     frequencies = torch.bincount(drafts, minlength=5) / 10_000
     torch.testing.assert_close(frequencies, (logits / 0.8).softmax(-1), rtol=0, atol=2e-4)
 
@@ -184,5 +198,38 @@ def test_sampling_never_leaves_the_support() -> None:
     """The largest uniform lands on the last token that has any probability."""
     logits = torch.tensor([[0.0, 0.0, -1e9, -1e9], [0.0, -1e9, 0.0, -1e9]])
     below_one = torch.full((2,), float(np.nextafter(np.float32(1), np.float32(0))))
-    assert sample(logits, torch.ones(2), below_one).tolist() == [1, 2]
-    assert sample(logits, torch.ones(2), torch.zeros(2)).tolist() == [0, 0]
+    assert sample(logits, below_one, sampling(2, 1.0))[0].tolist() == [1, 2]
+    assert sample(logits, torch.zeros(2), sampling(2, 1.0))[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"top_p": 0.9},
+        {"min_p": 0.2},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_filters_are_the_targets(filters: dict[str, float], temperature: float) -> None:
+    """The draft's distribution is what the target's own filters make of the same logits."""
+    logits = torch.randn(200, 320, generator=torch.Generator().manual_seed(0)) * 3
+    _, kept = sample(logits, torch.zeros(200), sampling(200, temperature, **filters))
+    limits = RequestLimits(320, 512, 1, 1, 1)
+    fields = {"prompt_ids": [1], "temperature": temperature, **filters}
+    request = validate_request(fields, limits)
+    for row in range(200):
+        expected = target_probs(logits[row].numpy(), request)
+        if np.count_nonzero(expected) >= CANDIDATES:  # more than the graph looks at
+            expected = softmax(logits[row].numpy() / np.float32(temperature))
+        actual = softmax(kept[row].numpy() / np.float32(temperature))
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_filters_that_keep_more_than_the_candidates_keep_all() -> None:
+    logits = torch.zeros(1, 320)
+    _, kept = sample(logits, torch.zeros(1), sampling(1, 1.0, top_k=CANDIDATES + 1))
+    assert (kept == logits).all()

@@ -130,6 +130,9 @@ def test_draft_batches(shapes: list[tuple[int, int]]) -> None:
             blocks=[10 * r + i for i in range(8)],
             anchor_id=50 + r,
             temperature=0.5 * r,
+            top_k=r,
+            top_p=1 / (r + 1),
+            min_p=0.1 * r,
             uniforms=random.random(3).astype(np.float32),
         )
         for r, (context, new) in enumerate(shapes)
@@ -147,7 +150,8 @@ def test_draft_batches(shapes: list[tuple[int, int]]) -> None:
         assert inputs["context_lens"][r] == segment.context_len
         assert inputs["segment_lens"][r] == len(segment.features)
         assert inputs["anchor_ids"][r] == segment.anchor_id
-        assert inputs["temperature"][r] == np.float32(segment.temperature)
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            assert inputs[name][r] == inputs[name].dtype.type(getattr(segment, name))
         np.testing.assert_array_equal(inputs["uniforms"][r], segment.uniforms)
         for c in range(len(segment.features)):
             position = segment.context_len + c
