@@ -296,7 +296,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             dtype=torch.float32,
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    except (ValueError, KeyError, NotImplementedError, OSError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file makes the parser fail anywhere
         raise CheckpointError(f"{gguf} cannot be read as a GGUF model: {error}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
