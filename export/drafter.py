@@ -41,9 +41,7 @@ from export.layers import (
 )
 
 CANDIDATES = 64  # tokens among which filters are decided: a whole sort would cost too much
-DROPPED = (
-    -1e30
-)  # logit of what the filters drop: nothing after softmax, finite over any temperature
+DROPPED = -1e30  # logit of what filters drop: no probability, yet finite over any temperature
 
 
 class DraftPlan(NamedTuple):
