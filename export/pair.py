@@ -7,6 +7,7 @@ long as it taps the same layers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from dataclasses import dataclass, replace
@@ -97,18 +98,19 @@ class HashCache:
         label = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
         if label not in self.entries:
             self.entries[label] = hash_file(file)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.entries, indent=1))
+            with contextlib.suppress(OSError):  # a cache: on a full disk something else will say so
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text(json.dumps(self.entries, indent=1))
         result: str = self.entries[label]
         return result
 
 
-def code_key() -> str:
-    """Identity of the code that makes graphs, and of the libraries below it."""
+def code_key(graph: str) -> str:
+    """Identity of the code that makes `graph` (verifier or drafter), and of the libraries below."""
     here = Path(__file__).parent
-    files = [*sorted(here.glob("*.py")), here.parent / "runtime" / "spec.py"]
-    hashes = [hash_file(f) for f in files if f.name not in ("cli.py", "progress.py", "publish.py")]
-    return content_key(hashes, [version(name) for name in LIBRARIES])
+    names = ("checkpoint", "layers", graph, "to_onnx", "parity")
+    files = [*(here / f"{name}.py" for name in names), here.parent / "runtime" / "spec.py"]
+    return content_key([hash_file(f) for f in files], [version(name) for name in LIBRARIES])
 
 
 def prepare_checkpoint(options: ExportOptions, hashes: HashCache) -> Path:
@@ -169,12 +171,11 @@ def export_pair(options: ExportOptions) -> Path:
     hashes = HashCache(options.folder / "hashes.json")
     hf, drafter = prepare_checkpoint(options, hashes), options.drafter
     tapped = tapped_layers(drafter) if drafter else ()
-    verifier_key = content_key(
-        code_key(), options.dtype, BLOCK_TOKENS, tapped, _folder_key(hf, hashes)
-    )
-    keys = {"verifier": verifier_key}
+    common = [options.dtype, BLOCK_TOKENS, _folder_key(hf, hashes)]
+    keys = {"verifier": content_key(code_key("verifier"), common, tapped)}
     if drafter:
-        keys["drafter"] = content_key(verifier_key, _folder_key(drafter, hashes))
+        # The target's weights count for the drafter too: its tables may be the target's.
+        keys["drafter"] = content_key(code_key("drafter"), common, _folder_key(drafter, hashes))
     generation = hf / "generation_config.json"
     eos = hashes[generation] if generation.is_file() else None
     folder = options.folder / "onnx"
