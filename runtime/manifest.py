@@ -134,7 +134,7 @@ def hash_file(path: Path) -> str:
 
 
 def tokenizer_hash(hf_dir: Path) -> str:
-    """SHA-256 over the tokenizer's file and its configuration."""
-    names = ("tokenizer.json", "tokenizer_config.json")
+    """SHA-256 over the tokenizer's file, its configuration and its chat template."""
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     parts = [hash_file(hf_dir / n) if (hf_dir / n).is_file() else "-" for n in names]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

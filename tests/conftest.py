@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,32 @@ def early_build(embedded_build: Path) -> Path:
     export_pair(ExportOptions(model=str(embedded_build / "hf"), name=folder.name, drafter=drafter))
     build_engines(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_modules_are_traced_once() -> Iterator[None]:
+    """Tests export many models that differ in weights alone, and each trace takes seconds."""
+    from export import to_onnx
+
+    trace, parts = to_onnx.trace, {}
+
+    def remembered(module: Any, examples: Any, inputs: Any, outputs: Any) -> Any:
+        state = [
+            [(name, type(part), _attributes(part)) for name, part in module.named_modules()],
+            [(name, p.shape, p.dtype) for name, p in module.named_parameters()],
+            [(name, b.tolist()) for name, b in module.named_buffers()],
+            list(inputs),
+            list(outputs),
+        ]
+        key = repr(state)
+        if key not in parts:
+            parts[key] = trace(module, examples, inputs, outputs)
+        return parts[key]
+
+    to_onnx.trace = remembered
+    yield
+    to_onnx.trace = trace
+
+
+def _attributes(module: Any) -> list[tuple[str, str]]:
+    return sorted((k, repr(v)) for k, v in vars(module).items() if not k.startswith("_"))
