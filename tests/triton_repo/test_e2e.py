@@ -39,9 +39,10 @@ CONFIG = RuntimeConfig(kv_cache_mb=64, num_threads=1)
 
 
 @pytest.fixture(scope="session")
-def server(tiny_build: Path) -> Iterator[TritonServer]:
-    package(tiny_build)
-    with TritonServer(tiny_build / "repository", tiny_build, free_address(), CONFIG) as running:
+def server(tiny_pair_build: Path) -> Iterator[TritonServer]:
+    build = tiny_pair_build
+    package(build)
+    with TritonServer(build / "repository", build, free_address(), CONFIG) as running:
         yield running
 
 
@@ -262,6 +263,7 @@ def test_many_streams_end_exactly_once_with_the_text_of_a_lone_request(
 
 
 def test_ctrl_c_leaves_no_process(tiny_build: Path) -> None:
+    """Without a drafter, too, a model is served."""
     package(tiny_build)
     address = free_address()
     command = [sys.executable, "-m", "cli.main", "serve", "--name", tiny_build.name]
