@@ -5,7 +5,7 @@ MODEL ?=
 NAME ?= $(if $(MODEL),$(patsubst %.gguf,%,$(notdir $(patsubst %/,%,$(MODEL)))),smollm2)
 DTYPE ?= fp32
 # The embedded model's own drafter goes with it; another model brings its own or none.
-DRAFTER ?= $(if $(MODEL),,$(wildcard models/dspark_smollm2_135m))
+DRAFTER ?= $(if $(MODEL),,$(patsubst %/config.json,%,$(wildcard models/dspark_smollm2_135m/config.json)))
 HOST ?= 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001

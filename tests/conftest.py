@@ -52,7 +52,7 @@ def embedded_build() -> Path:
 
 def _default_drafter() -> list[str]:
     shipped = Path("models/dspark_smollm2_135m")
-    return ["--drafter", str(shipped)] if shipped.is_dir() else []
+    return ["--drafter", str(shipped)] if (shipped / "config.json").is_file() else []
 
 
 @pytest.fixture(scope="session")

@@ -110,9 +110,15 @@ def test_second_time_does_nothing_and_a_change_packages_again(build_dir: Path) -
     assert (version_dir(build_dir) / "engines" / "verifier.data").read_bytes() == b"other weights"
     assert not package(build_dir)
 
-    (build_dir / "hf" / "chat_template.jinja").write_text("{{ other }}")
+    (build_dir / "hf" / "generation_config.json").write_text("{}")
     assert package(build_dir)
     assert not package(build_dir)
+
+
+def test_another_chat_template_is_another_tokenizer(build_dir: Path) -> None:
+    (build_dir / "hf" / "chat_template.jinja").write_text("{{ other }}")
+    with pytest.raises(PackageError, match="make engines"):
+        package(build_dir)
 
 
 def test_moved_repository_runs_on_its_own_sources(build_dir: Path, tmp_path: Path) -> None:
