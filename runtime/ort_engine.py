@@ -162,6 +162,9 @@ def _session(path: Path, device: str, threads: int) -> ort.InferenceSession:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # Each session has its own threads, and those of one that has just run would go on spinning on
+    # the cores that the other needs: drafting took twice as long, verifying 1.6 times.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
         providers.insert(0, "CUDAExecutionProvider")
