@@ -46,7 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _stream(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, args.limit)
     work: queue.SimpleQueue[str] = queue.SimpleQueue()
-    _Client(args).ask(prompts[0])  # warm up
+    work.put(prompts[0])
+    _Client(args).drain(work)  # warm up
     for prompt in prompts:
         work.put(prompt)
     before = _metrics(args)
