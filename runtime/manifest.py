@@ -70,10 +70,6 @@ class Manifest:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def _dims_kv(data: dict[str, Any]) -> KvDims:
-    return KvDims(**data)
-
-
 def load_manifest(engine_dir: Path) -> Manifest:
     """Read and check `engine_dir`/manifest.json; artifacts must exist with their recorded size.
 
@@ -93,12 +89,12 @@ def load_manifest(engine_dir: Path) -> Manifest:
         verifier = VerifierDims(
             **{
                 **verifier,
-                "kv": _dims_kv(verifier["kv"]),
+                "kv": KvDims(**verifier["kv"]),
                 "tapped_layers": tuple(verifier["tapped_layers"]),
             }
         )
         if drafter is not None:
-            drafter = DrafterDims(**{**drafter, "kv": _dims_kv(drafter["kv"])})
+            drafter = DrafterDims(**{**drafter, "kv": KvDims(**drafter["kv"])})
         manifest = Manifest(
             **{
                 **data,

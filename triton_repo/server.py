@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -15,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -154,7 +153,7 @@ class TritonServer:
         except InstallationError as error:
             raise ServerError(str(error)) from error
         config_path = self._work_dir / "serve.json"
-        config_path.write_text(json.dumps(asdict(self._config), indent=2) + "\n")
+        config_path.write_text(self._config.to_json())
         command = [
             str(installation.tritonserver),
             f"--model-repository={self.repository}",
