@@ -7,6 +7,7 @@ blocks back and is recomputed later. The oldest one therefore always proceeds: n
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from runtime.kv_blocks import BlockPool, blocks_for
@@ -39,6 +40,8 @@ class Admission:
             assert blocks is not None
             sequence = self.waiting.popleft()
             sequence.blocks = blocks
+            if sequence.admitted_s is None:
+                sequence.admitted_s = time.monotonic()
             self.running.append(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:

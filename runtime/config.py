@@ -31,7 +31,9 @@ class RuntimeConfig:
     max_model_tokens: int = 0  # prompt and output together; 0 means the model's own context
     max_prompt_bytes: int = 1 * MIB
     max_stop_words: int = 16
-    max_stop_word_chars: int = 256
+    max_stop_word_chars: int = 256  # of a bad word too
+    max_bad_words: int = 64
+    max_logit_bias: int = 300  # token ids
     default_max_tokens: int = 256
     request_timeout_s: float = 600.0
 
@@ -56,7 +58,15 @@ class RuntimeConfig:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("num_threads", "max_model_tokens", "max_stop_words", "max_stop_word_chars"):
+        not_negative = (
+            "num_threads",
+            "max_model_tokens",
+            "max_stop_words",
+            "max_stop_word_chars",
+            "max_bad_words",
+            "max_logit_bias",
+        )
+        for name in not_negative:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or above, got {getattr(self, name)}")
         if self.acceptance not in ("auto", "rejection", "coupled"):

@@ -23,6 +23,7 @@ from runtime.batch import (
 from runtime.config import RuntimeConfig
 from runtime.engine import Engines
 from runtime.kv_blocks import BlockPool
+from runtime.logits import log_probs, processor_for
 from runtime.manifest import Manifest
 from runtime.metrics import Metrics
 from runtime.randomness import draft_uniforms, round_noise
@@ -61,6 +62,7 @@ class Loop:
         self._draft_vocab = draft_vocab
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(manifest.eos_token_ids)
+        self._vocab_size = manifest.verifier.vocab_size
         self._prefill_chunk_tokens = config.prefill_chunk_tokens
         self._next_id = 0
 
@@ -72,7 +74,11 @@ class Loop:
     def add(self, request: Request, on_output: OnOutput) -> Sequence:
         """Queue a valid request; its outputs come from later steps."""
         self._next_id += 1
-        sequence = Sequence(self._next_id, request, self._tokenizer, self._eos_token_ids, on_output)
+        end_ids = self._eos_token_ids if request.end_id is None else frozenset({request.end_id})
+        if request.ignore_eos:
+            end_ids = frozenset()
+        processor = processor_for(request, self._tokenizer, end_ids, self._vocab_size)
+        sequence = Sequence(self._next_id, request, self._tokenizer, end_ids, on_output, processor)
         self.admission.waiting.append(sequence)
         self.metrics.counts["requests"] += 1
         self.metrics.counts["prompt_tokens"] += sequence.num_prompt
@@ -179,8 +185,10 @@ class Loop:
         """Cut each draft to the tokens that will be verified; a draft cut to none is left out."""
         if not drafts:
             return {}
-        lengths = choose_lengths(self._policy, np.array([caps[s] for s in drafts])).tolist()
-        cut = {s: d.first(n) for (s, d), n in zip(drafts.items(), lengths, strict=True)}
+        own_caps = np.array([caps[s] for s in drafts])
+        lengths = choose_lengths(self._policy, own_caps)
+        lengths = np.where([s.request.unscheduled for s in drafts], own_caps, lengths)
+        cut = {s: d.first(n) for (s, d), n in zip(drafts.items(), lengths.tolist(), strict=True)}
         return {s: d for s, d in cut.items() if d is not None}
 
     def _decode_segments(
@@ -233,31 +241,41 @@ class Loop:
         )
         rows, into, advances = [], [], []
         for i, (sequence, segment) in enumerate(group.items()):
-            kept, new_ids = len(segment.token_ids), []
+            kept, new_ids, likely = len(segment.token_ids), [], []
             if segment.num_logits:
                 logits = outputs["logits"][batch.logits_starts[i] :][: segment.num_logits]
                 draft = verified.get(sequence)
+                if sequence.processor is not None:
+                    drafted = np.empty(0, np.int64) if draft is None else draft.token_ids
+                    logits = sequence.processor.process(logits, drafted)
                 result = accept(sequence.request, draft, noise[i], logits)
                 kept -= segment.num_logits - 1 - result.num_accepted
                 accepted = [] if draft is None else draft.token_ids[: result.num_accepted].tolist()
                 new_ids = [*accepted, result.next_token]
+                if sequence.request.return_log_probs:
+                    likely = log_probs(logits, new_ids)
             start = batch.token_starts[i]
             rows.append(np.arange(start, start + kept))
             into.append(slots(segment.blocks, segment.context_len, kept, self._block_tokens))
             if self._policy.speculates and sequence.speculates:
                 sequence.pending_features.append(outputs["features"][start:][:kept].copy())
-            advances.append((sequence, segment, kept, new_ids))
+            advances.append((sequence, segment, kept, new_ids, likely))
         metrics.lap(f"{phase_prefix}accept")
 
         self._engines.verifier.commit(np.concatenate(rows), np.concatenate(into))
         metrics.lap(f"{phase_prefix}commit")
 
-        for sequence, segment, kept, new_ids in advances:
-            self._advance(sequence, segment, kept, new_ids)
+        for advance in advances:
+            self._advance(*advance)
         metrics.lap(f"{phase_prefix}emit")
 
     def _advance(
-        self, sequence: Sequence, segment: VerifySegment, kept: int, new_ids: list[int]
+        self,
+        sequence: Sequence,
+        segment: VerifySegment,
+        kept: int,
+        new_ids: list[int],
+        likely: list[float],
     ) -> None:
         was_decoding = sequence.is_decoding
         sequence.num_computed += kept
@@ -266,7 +284,8 @@ class Loop:
         for row, token_id in enumerate(new_ids):
             rejected = row == num_accepted < num_verified
             own: Origin = "corrected" if rejected else "target"
-            sequence.append(token_id, "draft" if row < num_accepted else own)
+            origin = "draft" if row < num_accepted else own
+            sequence.append(token_id, origin, likely[row] if likely else None)
             if sequence.finish_reason is not None:
                 break  # the rest of an accepted block is cut: in text, ids, usage and metrics
         gained = sequence.num_output - before

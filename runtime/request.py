@@ -6,13 +6,18 @@ type and checks nothing again. `PARAMETERS` is the one table of what a client ma
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+
+from runtime.config import ConfigError
+from runtime.schedule import parse_policy
 
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows fp32; 0 itself means greedy
 
@@ -33,7 +38,11 @@ class QueueFull(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Parameter:
-    """One request parameter: how it is named, typed, defaulted and bounded."""
+    """One request parameter: how it is named, typed, defaulted and bounded.
+
+    The type `dict` stands for token id -> number, also as the text of a JSON object; the bounds
+    are those of the numbers.
+    """
 
     name: str
     type: type
@@ -44,10 +53,14 @@ class Parameter:
     choices: tuple[str, ...] = ()
     is_list: bool = False
     help: str = ""
+    aliases: tuple[str, ...] = ()
+    unserved: str = ""  # why only False is taken; clients written for other servers may say so
 
     @property
     def range_text(self) -> str:
         """The allowed values in words."""
+        if self.unserved:
+            return "false"
         if self.choices:
             return "one of " + ", ".join(self.choices)
         low = (
@@ -63,7 +76,29 @@ class Parameter:
             if not is_array and not isinstance(value, list | tuple):
                 raise InvalidRequest(f"{self.name} must be a list, got {_shown(value)}")
             return tuple(self._parse_one(item) for item in value)
+        if self.type is dict:
+            return self._parse_numbers(value)
         return self._parse_one(value)
+
+    def _parse_numbers(self, value: Any) -> tuple[tuple[int, float], ...]:
+        """Pairs in ascending order of token id."""
+        try:
+            numbers = json.loads(value) if isinstance(value, str) else value
+            pairs = sorted((int(token_id), number) for token_id, number in numbers.items())
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(
+                f'{self.name} must be a JSON object like {{"50": -100}}, got {_shown(value)}'
+            ) from error
+        for token_id, number in pairs:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if token_id < 0 or not is_number or not self._in_range(number):
+                raise InvalidRequest(
+                    f"{self.name} must map token ids to numbers, {self.range_text}, "
+                    f"got {token_id}: {_shown(number)}"
+                )
+        if len(dict(pairs)) < len(pairs):
+            raise InvalidRequest(f"{self.name} names a token id twice, got {_shown(value)}")
+        return tuple((token_id, float(number)) for token_id, number in pairs)
 
     def _parse_one(self, value: Any) -> Any:
         if isinstance(value, np.generic):
@@ -77,6 +112,8 @@ class Parameter:
         in_range = not isinstance(value, int | float) or self._in_range(value)
         if not in_range or (self.choices and value not in self.choices):
             raise InvalidRequest(f"{self.name} must be {self.range_text}, got {_shown(value)}")
+        if self.unserved and value:
+            raise InvalidRequest(f"{self.name} is not served: {self.unserved}")
         return self.type(value)
 
     def _in_range(self, value: float) -> bool:
@@ -118,12 +155,89 @@ PARAMETERS: dict[str, Parameter] = {
             None,
             low=0,
             high=2**64 - 1,
+            aliases=("random_seed",),
             help="fixes the random numbers; drawn at random when absent",
+        ),
+        Parameter(
+            "repetition_penalty",
+            float,
+            1.0,
+            low=0,
+            high=10,
+            low_is_open=True,
+            help="divides positive and multiplies negative logits of tokens in prompt or output",
+        ),
+        Parameter(
+            "presence_penalty",
+            float,
+            0.0,
+            low=-2,
+            high=2,
+            help="subtracted once from the logits of tokens in the output",
+        ),
+        Parameter(
+            "frequency_penalty",
+            float,
+            0.0,
+            low=-2,
+            high=2,
+            help="subtracted for each time the token is in the output",
+        ),
+        Parameter(
+            "logit_bias",
+            dict,
+            "{}",
+            low=-100,
+            high=100,
+            help="added to the logits of token ids, as the text of a JSON object",
+        ),
+        Parameter(
+            "bad_words",
+            str,
+            (),
+            is_list=True,
+            help="strings whose tokens, with or without a space before them, are not generated",
         ),
         Parameter(
             "stop_words", str, (), is_list=True, help="strings that end the text; not returned"
         ),
-        Parameter("ignore_eos", bool, False, help="go on after an end-of-sequence token"),
+        Parameter(
+            "min_tokens",
+            int,
+            0,
+            low=0,
+            aliases=("min_length",),
+            help="tokens before the answer may end by an end token or a stop word",
+        ),
+        Parameter("end_id", int, None, low=0, help="the end token, instead of the model's own"),
+        Parameter("ignore_eos", bool, False, help="go on after an end token"),
+        Parameter(
+            "return_log_probs",
+            bool,
+            False,
+            help="log-probability of each token after penalties, bias and bans, before "
+            "temperature and filters, and their sum so far",
+        ),
+        Parameter(
+            "return_context_logits",
+            bool,
+            False,
+            unserved="a prompt is computed without its logits, so ask for log-probs instead",
+            help="only false",
+        ),
+        Parameter(
+            "return_generation_logits",
+            bool,
+            False,
+            unserved="logits stay on the server, so ask for log-probs instead",
+            help="only false",
+        ),
+        Parameter(
+            "policy",
+            str,
+            None,
+            help="off, fixed or fixed:k draft tokens in each round, instead of the server's policy",
+        ),
         Parameter(
             "num_draft_tokens", int, None, low=0, help="most draft tokens verified per round"
         ),
@@ -137,6 +251,9 @@ PARAMETERS: dict[str, Parameter] = {
         ),
     )
 }
+
+
+ALIASES = {alias: p.name for p in PARAMETERS.values() for alias in p.aliases}
 
 
 def _shown(value: Any) -> str:
@@ -154,6 +271,9 @@ class RequestLimits:
     max_stop_word_chars: int
     default_max_tokens: int
     acceptance: str = "auto"
+    max_bad_words: int = 64
+    max_logit_bias: int = 300  # token ids
+    block_size: int = 0  # draft tokens per round at most; 0 where the server drafts none
 
 
 @dataclass(frozen=True)
@@ -168,10 +288,19 @@ class Request:
     top_p: float
     min_p: float
     seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    bad_words: tuple[str, ...]
     stop_words: tuple[str, ...]
+    min_tokens: int
+    end_id: int | None
     ignore_eos: bool
+    return_log_probs: bool
     num_draft_tokens: int | None  # None: as many as the policy wants
     disable_spec_decode: bool
+    unscheduled: bool  # its own policy: the server's decides nothing
     coupled: bool
 
     @property
@@ -191,6 +320,8 @@ class RequestOutput:
     error: str | None
     num_input_tokens: int
     num_output_tokens: int  # so far
+    log_probs: list[float] = field(default_factory=list)  # of each token, where asked for
+    cum_log_probs: float = 0.0  # of all tokens so far
     stats: dict[str, float] = field(default_factory=dict)  # only on the last output
 
 
@@ -203,63 +334,112 @@ def validate_request(fields: Mapping[str, Any], limits: RequestLimits) -> Reques
 
     Raises InvalidRequest with one sentence that names the limit and the value received.
     """
-    unknown = sorted(set(fields) - set(PARAMETERS))
+    unknown = sorted(set(fields) - set(PARAMETERS) - set(ALIASES))
     if unknown:
         raise InvalidRequest(
             f"unknown parameter {unknown[0]!r}; parameters are {', '.join(PARAMETERS)}"
         )
-    values = {
-        name: p.default if fields.get(name) is None else p.parse(fields[name])
-        for name, p in PARAMETERS.items()
-    }
+    values = {name: _value(p, fields) for name, p in PARAMETERS.items()}
     prompt_ids: tuple[int, ...] = values["prompt_ids"] or ()
     if not prompt_ids:
         raise InvalidRequest("the prompt is empty: it must hold at least 1 token")
-    if max(prompt_ids) >= limits.vocab_size:
+    _check_token_ids("prompt_ids", prompt_ids, limits)
+    _check_token_ids("logit_bias", [token_id for token_id, _ in values["logit_bias"]], limits)
+    max_tokens = _max_tokens(values, limits)
+    if values["min_tokens"] > max_tokens:
         raise InvalidRequest(
-            f"prompt_ids must be below the vocabulary size {limits.vocab_size}, "
-            f"got {max(prompt_ids)}"
+            f"min_tokens may be at most max_tokens, {max_tokens}, got {values['min_tokens']}"
         )
-    room = limits.max_model_tokens - len(prompt_ids)
-    if room < 1:
-        raise InvalidRequest(
-            f"the prompt may have at most {limits.max_model_tokens - 1} tokens, "
-            f"got {len(prompt_ids)}"
-        )
-    max_tokens = values["max_tokens"]
-    if max_tokens is None:
-        max_tokens = min(limits.default_max_tokens, room)
-    if max_tokens > room:
-        raise InvalidRequest(
-            f"prompt and max_tokens together may have at most {limits.max_model_tokens} tokens, "
-            f"got {len(prompt_ids)} + {max_tokens}"
-        )
+    if values["end_id"] is not None:
+        _check_token_ids("end_id", [values["end_id"]], limits)
+        if values["ignore_eos"]:
+            raise InvalidRequest("give either end_id or ignore_eos, got both")
     if 0 < values["temperature"] < MIN_TEMPERATURE:
         raise InvalidRequest(
             f"temperature must be 0 or at least {MIN_TEMPERATURE}, got {values['temperature']}"
         )
-    stop_words = values["stop_words"]
-    if len(stop_words) > limits.max_stop_words:
-        raise InvalidRequest(
-            f"stop_words may hold at most {limits.max_stop_words} strings, got {len(stop_words)}"
-        )
-    for word in stop_words:
-        if not 1 <= len(word) <= limits.max_stop_word_chars:
-            raise InvalidRequest(
-                f"a stop word must have 1 to {limits.max_stop_word_chars} characters, "
-                f"got {len(word)}"
-            )
+    for name, most in (
+        ("stop_words", limits.max_stop_words),
+        ("bad_words", limits.max_bad_words),
+        ("logit_bias", limits.max_logit_bias),
+    ):
+        if len(values[name]) > most:
+            kind = "token ids" if name == "logit_bias" else "strings"
+            raise InvalidRequest(f"{name} may hold at most {most} {kind}, got {len(values[name])}")
+    for name in ("stop_words", "bad_words"):
+        for word in values[name]:
+            if not 1 <= len(word) <= limits.max_stop_word_chars:
+                raise InvalidRequest(
+                    f"a {name.replace('_', ' ')[:-1]} must have 1 to {limits.max_stop_word_chars} "
+                    f"characters, got {len(word)}"
+                )
     seed = values["seed"]
     rule = values["acceptance"]
     if rule == "auto":
         rule = limits.acceptance
     coupled = rule == "coupled" or (rule == "auto" and seed is not None)
+    taken = {f.name for f in dataclasses.fields(Request)} & set(values)
     return Request(
         **{
-            **{name: values[name] for name in PARAMETERS if name != "acceptance"},
+            **{name: values[name] for name in taken},
+            **_speculation(values, limits),
             "prompt_ids": prompt_ids,
             "max_tokens": max_tokens,
             "seed": secrets.randbits(64) if seed is None else seed,
             "coupled": coupled,
         }
     )
+
+
+def _value(parameter: Parameter, fields: Mapping[str, Any]) -> Any:
+    """The parsed value of a parameter, by whichever of its names it was given."""
+    names = (parameter.name, *parameter.aliases)
+    given = [name for name in names if fields.get(name) is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0]} and {given[1]} mean the same: give one of them")
+    value = fields[given[0]] if given else parameter.default
+    return None if value is None else parameter.parse(value)
+
+
+def _check_token_ids(name: str, token_ids: Sequence[int], limits: RequestLimits) -> None:
+    if token_ids and max(token_ids) >= limits.vocab_size:
+        raise InvalidRequest(
+            f"{name} must be below the vocabulary size {limits.vocab_size}, got {max(token_ids)}"
+        )
+
+
+def _max_tokens(values: Mapping[str, Any], limits: RequestLimits) -> int:
+    num_prompt = len(values["prompt_ids"])
+    room = limits.max_model_tokens - num_prompt
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt may have at most {limits.max_model_tokens - 1} tokens, got {num_prompt}"
+        )
+    max_tokens: int | None = values["max_tokens"]
+    if max_tokens is None:
+        return min(limits.default_max_tokens, room)
+    if max_tokens > room:
+        raise InvalidRequest(
+            f"prompt and max_tokens together may have at most {limits.max_model_tokens} tokens, "
+            f"got {num_prompt} + {max_tokens}"
+        )
+    return max_tokens
+
+
+def _speculation(values: Mapping[str, Any], limits: RequestLimits) -> dict[str, Any]:
+    """The request's own policy as the fields that the loop reads."""
+    text = values["policy"]
+    if text is None:
+        return {"unscheduled": False}
+    try:
+        policy = parse_policy(text, limits.block_size)
+    except ConfigError as error:
+        raise InvalidRequest(str(error)) from error
+    if policy.name not in ("off", "fixed"):
+        raise InvalidRequest(f"policy must be off, fixed or fixed:k for one request, got {text!r}")
+    if not policy.speculates:
+        return {"unscheduled": True, "disable_spec_decode": True}
+    if not limits.block_size:
+        raise InvalidRequest(f"policy must be off, as this server drafts nothing, got {text!r}")
+    caps = [n for n in (policy.num_tokens, values["num_draft_tokens"]) if n is not None]
+    return {"unscheduled": True, "num_draft_tokens": min(caps, default=None)}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.logits import LogitsProcessor
 from runtime.request import FinishReason, Origin, Request, RequestOutput
 from runtime.text import Detokenizer, StopMatcher, Tokenizer
 
@@ -28,8 +29,9 @@ class Sequence:
     request_id: int
     request: Request
     tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
+    end_ids: frozenset[int]  # tokens that end the answer
     on_output: OnOutput
+    processor: LogitsProcessor | None = None  # of its logits; None leaves them alone
     arrival_s: float = field(default_factory=time.monotonic)
 
     # Written by the loop
@@ -47,6 +49,7 @@ class Sequence:
     num_verified: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
+    admitted_s: float | None = None  # for the first time
     first_token_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +58,8 @@ class Sequence:
         self._stop = StopMatcher(self.request.stop_words)
         self._unsent_text = ""
         self._unsent_origins: list[Origin] = []  # one for each token not sent yet
+        self._unsent_log_probs: list[float] = []
+        self._cum_log_probs = 0.0
 
     @property
     def num_prompt(self) -> int:
@@ -86,14 +91,19 @@ class Sequence:
         """Whether the request lets the drafter work for it."""
         return not self.request.disable_spec_decode and self.request.num_draft_tokens != 0
 
-    def append(self, token_id: int, origin: Origin) -> None:
+    def append(self, token_id: int, origin: Origin, log_prob: float | None = None) -> None:
         """Add a generated token and decide whether it ends the answer."""
         assert self.finish_reason is None, "a finished sequence takes no token"
         self.token_ids.append(token_id)
+        if self.processor is not None:
+            self.processor.observe(token_id)
         self._unsent_origins.append(origin)
+        if log_prob is not None:
+            self._unsent_log_probs.append(log_prob)
+            self._cum_log_probs += log_prob
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
-        if token_id in self.eos_token_ids and not self.request.ignore_eos:
+        if token_id in self.end_ids:
             self.finish_reason = "eos"  # in the ids, not in the text
         else:
             self._add_text(self._detokenizer.push(token_id))
@@ -104,6 +114,9 @@ class Sequence:
             self._unsent_text += self._stop.flush()
 
     def _add_text(self, piece: str) -> None:
+        if self.num_output < self.request.min_tokens:
+            self._unsent_text += piece
+            return
         match = self._stop.push(piece)
         self._unsent_text += match.text
         if match.stopped:
@@ -125,6 +138,7 @@ class Sequence:
         self.ended = self.finish_reason is not None
         text, self._unsent_text = self._unsent_text, ""
         origins, self._unsent_origins = self._unsent_origins, []
+        log_probs, self._unsent_log_probs = self._unsent_log_probs, []
         self.on_output(
             RequestOutput(
                 text=text,
@@ -134,6 +148,8 @@ class Sequence:
                 error=error,
                 num_input_tokens=self.num_prompt,
                 num_output_tokens=self.num_output,
+                log_probs=log_probs,
+                cum_log_probs=self._cum_log_probs,
                 stats=self.stats() if self.ended else {},
             )
         )
@@ -147,6 +163,7 @@ class Sequence:
             "num_verified_draft_tokens": self.num_verified,
             "num_accepted_draft_tokens": self.num_accepted,
             "num_preemptions": self.num_preemptions,
+            "time_in_queue_s": (self.admitted_s or now) - self.arrival_s,
             "time_to_first_token_s": (self.first_token_s or now) - self.arrival_s,
-            "total_s": now - self.arrival_s,
+            "total_time_s": now - self.arrival_s,
         }

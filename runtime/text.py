@@ -78,6 +78,10 @@ class Tokenizer:
         )
         return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text, nothing added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of the tokens, special tokens left out."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -110,10 +114,11 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is now certain (possibly none)."""
-        self._token_ids.append(token_id)
         is_byte = self._tokenizer.is_byte(token_id)
-        if is_byte is not None:
-            self._in_byte_run = is_byte
+        if is_byte is None:  # decoders leave it out; kept, an endless run would be read ever again
+            return ""
+        self._token_ids.append(token_id)
+        self._in_byte_run = is_byte
         if self._in_byte_run:
             return ""
         text = self._tokenizer.decode(self._token_ids[self._prefix :])

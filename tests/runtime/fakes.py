@@ -8,7 +8,7 @@ decoding of any prompt known in advance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ LIMITS = RequestLimits(
     max_stop_words=4,
     max_stop_word_chars=16,
     default_max_tokens=16,
+    block_size=BLOCK_SIZE,
 )
 
 
@@ -44,18 +45,57 @@ def target_logits(history: tuple[int, ...]) -> NDArray[np.float32]:
     return _TABLE[hash(history) % len(_TABLE)]
 
 
-def greedy_reference(prompt: tuple[int, ...], max_tokens: int, stop_at_eos: bool) -> list[int]:
-    """What plain greedy decoding of the fake target gives."""
-    tokens = list(prompt)
+def greedy_reference(
+    prompt: tuple[int, ...], max_tokens: int, stop_at_eos: bool, **rules: Any
+) -> list[int]:
+    """What plain greedy decoding of the fake target gives; `rules` as in `ruled_logits`."""
+    output: list[int] = []
+    ends = {EOS} if stop_at_eos else set()
     for _ in range(max_tokens):
-        tokens.append(int(target_logits(tuple(tokens)).argmax()))
-        if stop_at_eos and tokens[-1] == EOS:
+        logits = target_logits((*prompt, *output))
+        output.append(int(ruled_logits(logits, prompt, output, ends, **rules).argmax()))
+        if output[-1] in ends:
             break
-    return tokens[len(prompt) :]
+    return output
+
+
+def ruled_logits(
+    logits: NDArray[Any],
+    prompt: tuple[int, ...],
+    output: list[int],
+    ends: set[int],
+    *,
+    repetition_penalty: float = 1,
+    presence_penalty: float = 0,
+    frequency_penalty: float = 0,
+    logit_bias: Mapping[int, float] | None = None,
+    bad_words: Sequence[str] = (),
+    min_tokens: int = 0,
+) -> NDArray[Any]:
+    """Penalties, bias and bans one token at a time: independent of `runtime.logits`."""
+    result = logits.copy()
+    for token in range(len(result)):
+        if token in prompt or token in output:
+            factor = 1 / repetition_penalty if result[token] > 0 else repetition_penalty
+            result[token] *= factor
+        if token in output:
+            result[token] -= presence_penalty
+        result[token] -= frequency_penalty * output.count(token)
+        result[token] += (logit_bias or {}).get(token, 0)
+        if token in ends and len(output) < min_tokens:
+            result[token] = -1e30
+        for word in bad_words:
+            *start, last = FakeTokenizer().encode(word)
+            if token == last and (not start or output[-len(start) :] == start):
+                result[token] = -1e30
+    return result
 
 
 class FakeTokenizer:
-    """Token i is the i-th letter; EOS has no text."""
+    """Token i is the i-th letter; EOS has no text, and spaces no token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text.replace(" ", "")]
 
     def decode(self, token_ids: list[int]) -> str:
         return "".join(chr(ord("a") + i) for i in token_ids if i != EOS)

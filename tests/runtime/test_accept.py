@@ -12,9 +12,10 @@ either always passes or always fails.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,10 +25,13 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from runtime.accept import Draft, accept, accept_equal, accept_rejection
+from runtime.logits import LogitsProcessor, processor_for
 from runtime.randomness import RoundNoise, Stream, round_noise, uniforms
 from runtime.request import Request, RequestLimits, validate_request
 from runtime.sampling import draw, softmax, target_probs
+from tests.runtime.fakes import FakeTokenizer, ruled_logits
 
+END = 5  # ends an answer
 FALSE_ALARM = 1e-6
 SIGMAS = 4.9  # a normal variable is farther out with probability FALSE_ALARM
 SAMPLES = 200_000
@@ -66,9 +70,11 @@ class Case:
     top_p: float = 1.0
     min_p: float = 0.0
     trimmed: bool = False  # verify 0 to BLOCK tokens, by position, instead of all
+    rules: Mapping[str, Any] = field(default_factory=dict)  # penalties, bias and bans
 
     def request(self, seed: int = 0, rule: str = "rejection") -> Request:
         return make_request(
+            **self.rules,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -81,18 +87,59 @@ class Case:
         return (anchor * 7 + 2) % (BLOCK + 1) if self.trimmed else np.full_like(anchor, BLOCK)
 
     @property
+    def contexts(self) -> list[tuple[int, ...]]:
+        """What p may depend on: the previous token, or with rules up to two tokens of output,
+        which settles the first three."""
+        if not self.rules:
+            return [(token,) for token in range(V)]
+        return [(), *((a,) for a in range(V)), *itertools.product(range(V), repeat=2)]
+
+    @property
+    def last(self) -> list[int]:
+        """The previous token in each context."""
+        return [context[-1] if context else FIRST_ANCHOR for context in self.contexts]
+
+    @property
+    def start(self) -> int:
+        return 0 if self.rules else FIRST_ANCHOR
+
+    @property
+    def follow(self) -> NDArray[np.int64]:
+        """[contexts, V] the context after each token."""
+        contexts = self.contexts
+        after = [[(*c, t) if len(c) < 2 else c for t in range(V)] for c in contexts]
+        if not self.rules:
+            after = [[(t,) for t in range(V)]] * V
+        number = {context: i for i, context in enumerate(contexts)}
+        return np.array([[number[c] for c in row] for row in after])
+
+    def processor(self, output: tuple[int, ...] = ()) -> LogitsProcessor | None:
+        processor = processor_for(self.request(), FakeTokenizer(), {END}, V)
+        for token in output if processor is not None else ():
+            processor.observe(token)
+        return processor
+
+    @property
     def p(self) -> NDArray[np.float32]:
-        return np.stack([target_probs(row, self.request()) for row in self.target_logits])
+        """[contexts, V]"""
+        rows = []
+        for context, last in zip(self.contexts, self.last, strict=True):
+            logits, processor = self.target_logits[[last]], self.processor(context)
+            if processor is not None:
+                logits = processor.process(logits, np.empty(0, np.int64))
+            rows.append(target_probs(logits[0], self.request()))
+        return np.stack(rows)
 
     @property
     def q(self) -> NDArray[np.float32]:
-        return softmax(self.draft_logits / np.float32(self.temperature))
+        """[contexts, V']"""
+        return softmax(self.draft_logits[self.last] / np.float32(self.temperature))
 
     @property
     def q_in_target_ids(self) -> NDArray[np.float32]:
         if self.vocab is None:
             return self.q
-        wide = np.zeros((V, V), np.float32)
+        wide = np.zeros((len(self.last), V), np.float32)
         wide[:, self.vocab] = self.q
         return wide
 
@@ -117,13 +164,29 @@ CASES = {
     "all filters": replace(FAR, top_k=5, top_p=0.9, min_p=0.05, draft_logits=random_logits(5)),
     "temperature 0.3": replace(FAR, temperature=0.3, draft_logits=random_logits(6)),
     "temperature 2": replace(REDUCED, temperature=2.0),
+    "penalties": replace(
+        FAR, rules={"repetition_penalty": 1.8, "presence_penalty": 1.0, "frequency_penalty": -0.5}
+    ),
+    "penalties, trimmed": replace(
+        REDUCED, trimmed=True, rules={"repetition_penalty": 0.6, "frequency_penalty": 2.0}
+    ),
+    "bias, bans and filters": replace(
+        FAR,
+        top_p=0.9,
+        temperature=1.3,
+        rules={"logit_bias": {1: 2.0, 6: -3.0}, "bad_words": ["d", "bb"], "min_tokens": 2},
+    ),
 }
 
 
 def reference_probs(case: Case) -> NDArray[np.float64]:
-    """p [V, V] in fp64, one token at a time: independent of `runtime.sampling`."""
+    """p [contexts, V] in fp64, one token at a time: independent of `runtime.sampling`."""
     rows = []
-    for logits in case.target_logits.astype(np.float64):
+    for context, last in zip(case.contexts, case.last, strict=True):
+        logits = case.target_logits[last].astype(np.float64)
+        if case.rules:
+            prompt = (*[0] * PROMPT_END, FIRST_ANCHOR)
+            logits = ruled_logits(logits, prompt, list(context), {END}, **case.rules)
         scaled = logits / case.temperature
         if case.top_k:
             scaled[np.argsort(-scaled)[case.top_k :]] = -np.inf
@@ -159,11 +222,11 @@ def chi_square_p(tokens: NDArray[np.int64], expected: NDArray[np.float64]) -> fl
     return float(stats.chisquare(counts, wanted * counts.sum() / wanted.sum()).pvalue)
 
 
-def chain(p: NDArray[np.float64], length: int) -> NDArray[np.float64]:
+def chain(case: Case, p: NDArray[np.float64], length: int) -> NDArray[np.float64]:
     """Joint probabilities [V]*length of the first tokens after FIRST_ANCHOR."""
-    joint = p[FIRST_ANCHOR]
-    for _ in range(length - 1):
-        joint = joint[..., None] * p
+    joint, contexts = np.ones(()), np.array(case.start)
+    for _ in range(length):
+        joint, contexts = joint[..., None] * p[contexts], case.follow[contexts]
     return joint
 
 
@@ -218,26 +281,27 @@ class Simulation:
         if self.drafting_temperature is not None:
             self.sampled_q = replace(self.case, temperature=self.drafting_temperature).q
         self.vocab = np.arange(V) if self.case.vocab is None else self.case.vocab
+        self.follow = self.case.follow
         residual = np.maximum(self.p - self.case.q_in_target_ids, 0)
         self.residual = np.where(residual.any(1, keepdims=True), residual, self.p)
 
     def draft(
         self, seeds: NDArray[np.int64], anchor: NDArray[np.int64], previous: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Draft columns [n, BLOCK] and the token before each."""
+        """Draft columns [n, BLOCK] and the context before each."""
         columns, before = [], []
         for k in range(1, BLOCK + 1):
             noise = noise_of(seeds, anchor + k, Stream.DRAFT, anchor)
             before.append(previous)
             columns.append(inverse_cdf(self.sampled_q, previous, noise))
-            previous = self.vocab[columns[-1]]
+            previous = self.follow[previous, self.vocab[columns[-1]]]
         return np.stack(columns, 1), np.stack(before, 1)
 
     def run(self, num_tokens: int) -> NDArray[np.int64]:
         """The first tokens of every seed, [n, num_tokens]."""
         out = np.full((len(self.seeds), num_tokens + BLOCK + 1), -1)
         length = np.zeros(len(self.seeds), np.int64)
-        last = np.full(len(self.seeds), FIRST_ANCHOR)
+        last = np.full(len(self.seeds), self.case.start)
         while (active := np.flatnonzero(length < num_tokens)).size:
             tokens, count = self.round(
                 self.seeds[active], PROMPT_END + length[active], last[active]
@@ -245,8 +309,8 @@ class Simulation:
             for k in range(BLOCK + 1):
                 rows = k < count
                 out[active[rows], length[active[rows]] + k] = tokens[rows, k]
+                last[active[rows]] = self.follow[last[active[rows]], tokens[rows, k]]
             length[active] += count
-            last[active] = tokens[np.arange(len(active)), count - 1]
         return out[:, :num_tokens]
 
     def round(
@@ -263,7 +327,9 @@ class Simulation:
             bonus = open_ & (verified == k)
             if k == BLOCK:
                 assert (bonus == open_).all()
-            row = before[:, k] if k < BLOCK else self.vocab[columns[:, -1]]
+            row = before[:, min(k, BLOCK - 1)]
+            if k == BLOCK:
+                row = self.follow[row, self.vocab[columns[:, -1]]]
             noise = noise_of(seeds, position, Stream.TARGET)
             tokens[bonus, k] = inverse_cdf(self.p, row, noise)[bonus]
             count[bonus] = k + 1
@@ -302,7 +368,10 @@ def decode(
         length = int(case.num_verified(np.array(anchor)))
         draft = Draft(ids, case.draft_logits[before[:-1]], case.vocab).first(length)
         noise = noise_for(request, anchor, length)
-        result = accept(request, draft, noise, case.target_logits[before[: length + 1]])
+        logits = case.target_logits[before[: length + 1]]
+        if (processor := case.processor(tuple(tokens[1:]))) is not None:
+            logits = processor.process(logits, ids[:length])
+        result = accept(request, draft, noise, logits)
         tokens += [*ids[: result.num_accepted].tolist(), result.next_token]
         num_accepted += result.num_accepted
     return tokens[1 : num_tokens + 1], num_accepted
@@ -319,22 +388,24 @@ class TestRejection:
         tokens = Simulation(case, np.arange(SAMPLES)).run(3)
         p = reference_probs(case)
         np.testing.assert_allclose(case.p, p, atol=1e-6)
-        assert chi_square_p(tokens[:, :1], p[FIRST_ANCHOR]) > FALSE_ALARM
-        assert chi_square_p(tokens, chain(p, 3)) > FALSE_ALARM
+        assert chi_square_p(tokens[:, :1], p[case.start]) > FALSE_ALARM
+        assert chi_square_p(tokens, chain(case, p, 3)) > FALSE_ALARM
 
     @pytest.mark.parametrize("name", CASES)
     def test_accept_gives_the_simulated_tokens_seed_by_seed(self, name: str) -> None:
         """Ties the code to what the chi-square tests have shown to be right."""
         case = CASES[name]
         simulation = Simulation(case, np.arange(REAL_SEEDS))
-        expected = simulation.run(4).tolist()
+        num_tokens = 3 if case.rules else 4
+        expected = simulation.run(num_tokens).tolist()
         for seed in range(0, REAL_SEEDS, 1 if name in ("q far from p", "min-p") else 8):
 
             def draft_row(anchor: int, token: int, seed: int = seed) -> NDArray[np.int64]:
-                columns, _ = simulation.draft(*(np.array([x]) for x in (seed, anchor, token)))
+                context = case.last.index(token)  # the draft looks at nothing else of it
+                columns, _ = simulation.draft(*(np.array([x]) for x in (seed, anchor, context)))
                 return columns[0]
 
-            tokens, _ = decode(case, case.request(seed), 4, draft_row)
+            tokens, _ = decode(case, case.request(seed), num_tokens, draft_row)
             assert tokens == expected[seed], f"seed {seed}"
 
     def test_every_sample_through_the_code_itself(self) -> None:
@@ -447,7 +518,9 @@ class TestTheTestsSeeKnownBugs:
 
 
 class TestCoupled:
-    @pytest.mark.parametrize("name", ["q far from p", "min-p", "temperature 0.3"])
+    @pytest.mark.parametrize(
+        "name", ["q far from p", "min-p", "temperature 0.3", "penalties", "bias, bans and filters"]
+    )
     def test_the_text_depends_on_the_seed_alone(self, name: str) -> None:
         """Whatever is drafted and however much of it is verified, the tokens are those of plain
         decoding with the same seed."""
@@ -458,7 +531,10 @@ class TestCoupled:
             plain = [FIRST_ANCHOR]
             for position in range(PROMPT_END + 1, PROMPT_END + 9):
                 noise = noise_for(request, position - 1, 0)
-                result = accept(request, None, noise, case.target_logits[plain[-1:]])
+                logits = case.target_logits[plain[-1:]]
+                if (processor := case.processor(tuple(plain[1:]))) is not None:
+                    logits = processor.process(logits, np.empty(0, np.int64))
+                result = accept(request, None, noise, logits)
                 plain.append(result.next_token)
             width = V if case.vocab is None else len(case.vocab)
             for trimmed in (False, True):
@@ -492,7 +568,7 @@ class TestCoupled:
             noise = column(PROMPT_END + k, Stream.COUPLED, 0)
             tokens.append(inverse_cdf(case.p, tokens[-1], noise))
         joint = np.stack(tokens[1:], 1)
-        assert chi_square_p(joint, chain(reference_probs(case), 3)) > FALSE_ALARM
+        assert chi_square_p(joint, chain(case, reference_probs(case), 3)) > FALSE_ALARM
         for seed in range(100):
             request = case.request(seed, "coupled")
             result, _ = decode(case, request, 3, lambda *_: np.zeros(BLOCK, np.int64))

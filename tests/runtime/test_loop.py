@@ -20,6 +20,7 @@ from tests.runtime.fakes import (
     greedy_reference,
     make_loop,
     make_request,
+    ruled_logits,
     run_all,
     target_logits,
 )
@@ -30,6 +31,17 @@ FALSE_ALARM = 1e-6
 
 policies = st.sampled_from(["off", "fixed", *(f"fixed:{k}" for k in range(BLOCK_SIZE + 1))])
 prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=30).map(tuple)
+rules = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.sampled_from([0.5, 1.3, 3.0]),
+        "presence_penalty": st.sampled_from([-2.0, 0.7, 2.0]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.3, 2.0]),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-9.0, 1.5, 4])),
+        "bad_words": st.lists(st.text("abcdefgh", min_size=1, max_size=3), max_size=4),
+        "min_tokens": st.integers(0, 10),
+    },
+)
 greedy_requests = st.fixed_dictionaries(
     {
         "prompt": prompts,
@@ -86,6 +98,107 @@ def test_greedy_equals_plain_decoding(
         assert collector.token_ids == expected
         assert collector.final.num_output_tokens == len(expected)
     assert loop.admission.pool.num_free == num_blocks
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    prompts=st.lists(prompts, min_size=1, max_size=4),
+    fields=rules,
+    stop_at_eos=st.booleans(),
+    agreement=st.sampled_from([0.3, 0.8, 1.0]),
+    policy=policies,
+    own_policy=st.sampled_from([None, "off", "fixed:2", "fixed"]),
+)
+def test_greedy_equals_plain_decoding_with_penalties_bias_and_bans(
+    prompts: list[tuple[int, ...]],
+    fields: dict,
+    stop_at_eos: bool,
+    agreement: float,
+    policy: str,
+    own_policy: str | None,
+) -> None:
+    """Each row must look back on the draft tokens before it, and never on those of another round;
+    a pool of 30 blocks preempts, which must not count anything twice."""
+    loop, _ = make_loop(num_blocks=30, agreement=agreement, policy=policy, max_batch_requests=4)
+    fields["min_tokens"] = min(12, fields.get("min_tokens", 0))
+    requests = [
+        make_request(prompt, max_tokens=12, ignore_eos=not stop_at_eos, policy=own_policy, **fields)
+        for prompt in prompts
+    ]
+    for prompt, result in zip(prompts, run_all(loop, requests), strict=True):
+        assert result.token_ids == greedy_reference(prompt, 12, stop_at_eos, **fields)
+
+
+@pytest.mark.parametrize(
+    ("server", "own", "tokens_per_pass"),
+    [("fixed", "off", 1), ("fixed:1", "fixed", 6), ("fixed", "fixed:2", 3), ("fixed:4", None, 5)],
+)
+def test_a_request_may_have_its_own_policy(
+    server: str, own: str | None, tokens_per_pass: int
+) -> None:
+    loop, verifier = make_loop(agreement=1.0, policy=server)
+    run_all(loop, [make_request((1, 2, 3), max_tokens=40, ignore_eos=True, policy=own)])
+    assert max(verifier.runs[1:]) == tokens_per_pass
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed:3", "fixed"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probs_are_the_targets_after_penalties(policy: str, stream: bool) -> None:
+    """Whatever was drafted: of every token, and of those alone that the answer keeps."""
+    prompt, penalties = (4, 2), {"presence_penalty": 1.0, "repetition_penalty": 1.2}
+    loop, _ = make_loop(agreement=0.8, policy=policy)
+    (result,) = run_all(
+        loop,
+        [
+            make_request(
+                prompt,
+                max_tokens=20,
+                temperature=0.7,
+                top_k=4,
+                seed=5,
+                ignore_eos=True,
+                return_log_probs=True,
+                stream=stream,
+                **penalties,
+            )
+        ],
+    )
+    expected, output = [], []
+    for token in result.token_ids:
+        logits = target_logits((*prompt, *output)).astype(np.float64)
+        logits = ruled_logits(logits, prompt, output, set(), **penalties)
+        expected.append(logits[token] - np.log(np.exp(logits).sum()))
+        output.append(token)
+    got = [value for piece in result.outputs for value in piece.log_probs]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert result.final.cum_log_probs == pytest.approx(sum(expected), abs=1e-4)
+
+
+def test_min_tokens_holds_back_end_tokens_and_stop_words() -> None:
+    prompt = (3, 1, 4)
+    plain = greedy_reference(prompt, 30, stop_at_eos=False)
+    first = chr(ord("a") + plain[0])
+    loop, _ = make_loop(agreement=1.0)
+    stopped, held = run_all(
+        loop,
+        [
+            make_request(prompt, max_tokens=30, ignore_eos=True, stop_words=[first], **fields)
+            for fields in ({}, {"min_tokens": 5})
+        ],
+    )
+    assert (stopped.final.finish_reason, stopped.final.num_output_tokens) == ("stop", 1)
+    assert held.final.num_output_tokens >= 5
+    assert held.token_ids == plain[: len(held.token_ids)]
+
+
+def test_end_id_takes_the_place_of_the_models_own_end_tokens() -> None:
+    prompt = (3, 1, 4)
+    plain = greedy_reference(prompt, 30, stop_at_eos=False)
+    loop, _ = make_loop()
+    (result,) = run_all(loop, [make_request(prompt, max_tokens=30, end_id=plain[6])])
+    assert result.final.finish_reason == "eos"
+    assert result.token_ids == plain[: plain.index(plain[6]) + 1]
+    assert len(result.text) == len([i for i in result.token_ids if i != EOS]) - 1
 
 
 def test_a_drafter_that_always_agrees_gains_a_block_and_one_per_round() -> None:

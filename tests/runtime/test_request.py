@@ -24,6 +24,9 @@ LIMITS = RequestLimits(
     max_stop_words=2,
     max_stop_word_chars=5,
     default_max_tokens=8,
+    max_bad_words=2,
+    max_logit_bias=2,
+    block_size=5,
 )
 
 
@@ -50,10 +53,19 @@ def test_defaults() -> None:
         "top_p": 1.0,
         "min_p": 0.0,
         "seed": request.seed,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": (),
+        "bad_words": (),
         "stop_words": (),
+        "min_tokens": 0,
+        "end_id": None,
         "ignore_eos": False,
+        "return_log_probs": False,
         "num_draft_tokens": None,
         "disable_spec_decode": False,
+        "unscheduled": False,
         "coupled": False,
     }
     assert request.greedy
@@ -94,6 +106,15 @@ def test_a_seed_is_drawn_when_absent() -> None:
         ("ignore_eos", True, True),
         ("num_draft_tokens", 0, 0),
         ("disable_spec_decode", True, True),
+        ("repetition_penalty", 10, 10.0),
+        ("presence_penalty", -2, -2.0),
+        ("frequency_penalty", 2, 2.0),
+        ("logit_bias", '{"99": -100, "5": 1.5}', ((5, 1.5), (99, -100.0))),
+        ("logit_bias", {7: 100}, ((7, 100.0),)),
+        ("bad_words", ["ab"], ("ab",)),
+        ("min_tokens", 8, 8),
+        ("end_id", 99, 99),
+        ("return_log_probs", True, True),
         ("prompt_ids", np.array([0, 99]), (0, 99)),
         ("prompt_ids", (5,), (5,)),
     ],
@@ -156,6 +177,28 @@ def test_accepted_values(name: str, value: Any, stored: Any) -> None:
             "acceptance must be one of auto, rejection, coupled, got 'always'",
         ),
         ("acceptance", 1, "acceptance must be of type str, got 1"),
+        ("repetition_penalty", 0, "repetition_penalty must be above 0 and at most 10, got 0"),
+        ("presence_penalty", 2.1, "presence_penalty must be at least -2 and at most 2, got 2.1"),
+        ("frequency_penalty", math.nan, "frequency_penalty must be at least -2 and at most 2"),
+        ("logit_bias", "5", "logit_bias must be a JSON object like {\"50\": -100}, got '5'"),
+        ("logit_bias", "{", "logit_bias must be a JSON object like"),
+        ("logit_bias", "[" * 9999, "logit_bias must be a JSON object like"),
+        ("logit_bias", '{"x": 1}', "logit_bias must be a JSON object like"),
+        ("logit_bias", '{"-1": 1}', "logit_bias must map token ids to numbers, at least -100"),
+        ("logit_bias", '{"1": "1"}', "logit_bias must map token ids to numbers"),
+        ("logit_bias", '{"1": NaN}', "logit_bias must map token ids to numbers"),
+        ("logit_bias", '{"1": 101}', "logit_bias must map token ids to numbers"),
+        ("logit_bias", '{"1": 1, "01": 2}', "logit_bias names a token id twice"),
+        ("logit_bias", {100: 1}, "logit_bias must be below the vocabulary size 100, got 100"),
+        ("logit_bias", {1: 1, 2: 1, 3: 1}, "logit_bias may hold at most 2 token ids, got 3"),
+        ("bad_words", ["a", "b", "c"], "bad_words may hold at most 2 strings, got 3"),
+        ("bad_words", [""], "a bad word must have 1 to 5 characters, got 0"),
+        ("min_tokens", 9, "min_tokens may be at most max_tokens, 8, got 9"),
+        ("end_id", 100, "end_id must be below the vocabulary size 100, got 100"),
+        ("return_context_logits", True, "return_context_logits is not served: a prompt is"),
+        ("return_generation_logits", True, "return_generation_logits is not served: logits"),
+        ("policy", "fixed:6", "policy must be off, fixed or fixed:k"),
+        ("policy", "fast", "policy must be"),
         ("prompt_ids", [], "the prompt is empty: it must hold at least 1 token"),
         ("prompt_ids", None, "the prompt is empty: it must hold at least 1 token"),
         ("prompt_ids", [100], "prompt_ids must be below the vocabulary size 100, got 100"),
@@ -168,6 +211,45 @@ def test_accepted_values(name: str, value: Any, stored: Any) -> None:
 )
 def test_refusals_name_the_limit_and_the_value(name: str, value: Any, message: str) -> None:
     assert refusal(**{name: value}).startswith(message)
+
+
+def test_an_alias_is_the_parameter_itself() -> None:
+    assert validate(random_seed=7).seed == validate(seed=7).seed == 7
+    assert validate(min_length=3).min_tokens == 3
+    assert refusal(random_seed=7, seed=7) == "seed and random_seed mean the same: give one of them"
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_draft_tokens", "own", "disabled"),
+    [
+        (None, 3, 3, False),
+        ("off", None, None, True),
+        ("fixed:0", None, None, True),
+        ("fixed", None, None, False),
+        ("fixed", 2, 2, False),
+        ("fixed:4", None, 4, False),
+        ("fixed:4", 2, 2, False),
+        ("fixed:2", 4, 2, False),
+    ],
+)
+def test_a_policy_of_the_requests_own(
+    policy: str | None, num_draft_tokens: int | None, own: int | None, disabled: bool
+) -> None:
+    request = validate(policy=policy, num_draft_tokens=num_draft_tokens)
+    assert request.num_draft_tokens == own
+    assert request.disable_spec_decode is disabled
+    assert request.unscheduled is (policy is not None)
+
+
+def test_a_server_that_drafts_nothing_takes_no_policy_but_off() -> None:
+    limits = dataclasses.replace(LIMITS, block_size=0)
+    assert validate(limits, policy="off").disable_spec_decode
+    message = "policy must be off, as this server drafts nothing, got 'fixed'"
+    assert refusal(limits, policy="fixed") == message
+
+
+def test_an_end_token_of_the_requests_own_contradicts_ignoring_it() -> None:
+    assert refusal(end_id=3, ignore_eos=True) == "give either end_id or ignore_eos, got both"
 
 
 def test_an_integer_too_large_for_a_float_is_refused_like_any_other() -> None:
@@ -217,4 +299,5 @@ def test_every_parameter_explains_itself_and_accepts_its_default() -> None:
     for parameter in PARAMETERS.values():
         assert parameter.help or parameter.name == "seed"
         if parameter.default is not None:
-            assert parameter.parse(parameter.default) == parameter.default
+            accepted = parameter.parse(parameter.default)
+            assert accepted == (() if parameter.name == "logit_bias" else parameter.default)
