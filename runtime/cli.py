@@ -12,11 +12,13 @@ from typing import Any
 
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.manifest import ManifestError
-from runtime.request import PARAMETERS, InvalidRequest, RequestOutput
+from runtime.request import PARAMETERS, InvalidRequest, Parameter, RequestOutput
 
 _COLOURS = {"draft": "\033[32m", "corrected": "\033[33m", "target": ""}
 _RESET = "\033[0m"
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+# Request parameters that are options of their own, or mean nothing to one prompt on a terminal.
+_OTHERS = ("prompt_ids", "max_tokens", "stream", "policy")
+_REQUEST_OPTIONS = [p for p in PARAMETERS.values() if p.name not in _OTHERS and not p.unserved]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,15 +63,8 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="N",
         help="most tokens to generate (default: %(default)s)",
     )
-    for name in _SAMPLING:
-        parameter = PARAMETERS[name]
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=parameter.type,
-            default=parameter.default,
-            metavar="X",
-            help=f"{parameter.help}; {parameter.range_text} (default: {parameter.default})",
-        )
+    for parameter in _REQUEST_OPTIONS:
+        _add_request_option(parser, parameter)
     parser.add_argument(
         "--policy",
         default=RuntimeConfig.policy,
@@ -82,6 +77,23 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(func=_generate)
+
+
+def _add_request_option(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
+    option = f"--{parameter.name.replace('_', '-')}"
+    if parameter.type is bool:
+        parser.add_argument(option, action="store_true", default=None, help=parameter.help)
+        return
+    shown = "" if parameter.range_text == "any" else f"; {parameter.range_text}"
+    if parameter.default not in (None, ()):
+        shown += f" (default: {parameter.default})"
+    parser.add_argument(
+        option,
+        type=str if parameter.type is dict else parameter.type,
+        nargs="+" if parameter.is_list else None,
+        metavar="X",
+        help=f"{parameter.help}{shown}",
+    )
 
 
 Command = Callable[[argparse.Namespace], int]
@@ -113,7 +125,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompt_ids = model.tokenizer.encode_prompt(
         args.prompt, args.raw_prompt, model.config.max_prompt_bytes
     )
-    fields = {name: getattr(args, name) for name in _SAMPLING}
+    fields = {p.name: getattr(args, p.name) for p in _REQUEST_OPTIONS}
     request = validate_request(
         {"prompt_ids": prompt_ids, "max_tokens": args.max_tokens, "stream": True, **fields},
         model.limits,
@@ -142,7 +154,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     final = outputs[-1]
     stats = final.stats
-    summary = {
+    summary: dict[str, Any] = {
         "finish_reason": final.finish_reason,
         "num_input_tokens": final.num_input_tokens,
         "num_output_tokens": final.num_output_tokens,
@@ -154,6 +166,8 @@ def _generate(args: argparse.Namespace) -> int:
     if args.json:
         text = "".join(output.text for output in outputs)
         ids = [i for output in outputs for i in output.token_ids]
+        if request.return_log_probs:
+            summary["log_probs"] = [value for output in outputs for value in output.log_probs]
         print(json.dumps({"text": text, "output_ids": ids, **summary}))
     else:
         print(
@@ -161,7 +175,8 @@ def _generate(args: argparse.Namespace) -> int:
             f"{summary['num_output_tokens']} tokens ({summary['finish_reason']}), "
             f"{summary['tokens_per_s']} tokens/s, "
             f"first token after {summary['time_to_first_token_s']} s, "
-            f"{summary['accepted_length']} tokens per round",
+            f"{summary['accepted_length']} tokens per round"
+            + (f", log-probability {final.cum_log_probs:.3f}" if request.return_log_probs else ""),
             file=sys.stderr,
         )
     return 0

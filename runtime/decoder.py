@@ -17,7 +17,6 @@ from runtime.kv_blocks import blocks_for
 from runtime.loop import Loop
 from runtime.manifest import Manifest, ManifestError, load_manifest, tokenizer_hash
 from runtime.request import FinishReason, QueueFull, Request, RequestLimits, RequestOutput
-from runtime.schedule import parse_policy
 from runtime.sequence import OnOutput, Sequence
 from runtime.text import Tokenizer
 
@@ -54,7 +53,6 @@ class Model:
             acceptance=config.acceptance,
             max_bad_words=config.max_bad_words,
             max_logit_bias=config.max_logit_bias,
-            block_size=_block_size(manifest, config),
         )
         self._draft_vocab = _load_draft_vocab(engine_dir, manifest)
         self.engines = load_engines(engine_dir, manifest, num_blocks, config.engine_threads)
@@ -77,16 +75,6 @@ class Model:
     def close(self) -> None:
         """Free the engines; may be called again."""
         self.engines.close()
-
-
-def _block_size(manifest: Manifest, config: RuntimeConfig) -> int:
-    """Draft tokens a request may ask for; 0 where the drafter never runs."""
-    if (
-        manifest.drafter is None
-        or not parse_policy(config.policy, manifest.drafter.block_size).speculates
-    ):
-        return 0
-    return manifest.drafter.block_size
 
 
 def _capacity(manifest: Manifest, config: RuntimeConfig) -> tuple[int, int]:

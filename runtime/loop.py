@@ -185,10 +185,8 @@ class Loop:
         """Cut each draft to the tokens that will be verified; a draft cut to none is left out."""
         if not drafts:
             return {}
-        own_caps = np.array([caps[s] for s in drafts])
-        lengths = choose_lengths(self._policy, own_caps)
-        lengths = np.where([s.request.unscheduled for s in drafts], own_caps, lengths)
-        cut = {s: d.first(n) for (s, d), n in zip(drafts.items(), lengths.tolist(), strict=True)}
+        lengths = choose_lengths(self._policy, np.array([caps[s] for s in drafts])).tolist()
+        cut = {s: d.first(n) for (s, d), n in zip(drafts.items(), lengths, strict=True)}
         return {s: d for s, d in cut.items() if d is not None}
 
     def _decode_segments(

@@ -16,9 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from runtime.config import ConfigError
-from runtime.schedule import parse_policy
-
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows fp32; 0 itself means greedy
 
 FinishReason = Literal["length", "stop", "eos", "cancelled", "error"]
@@ -233,12 +230,6 @@ PARAMETERS: dict[str, Parameter] = {
             help="only false",
         ),
         Parameter(
-            "policy",
-            str,
-            None,
-            help="off, fixed or fixed:k draft tokens in each round, instead of the server's policy",
-        ),
-        Parameter(
             "num_draft_tokens", int, None, low=0, help="most draft tokens verified per round"
         ),
         Parameter("disable_spec_decode", bool, False, help="plain decoding for this request"),
@@ -273,7 +264,6 @@ class RequestLimits:
     acceptance: str = "auto"
     max_bad_words: int = 64
     max_logit_bias: int = 300  # token ids
-    block_size: int = 0  # draft tokens per round at most; 0 where the server drafts none
 
 
 @dataclass(frozen=True)
@@ -300,7 +290,6 @@ class Request:
     return_log_probs: bool
     num_draft_tokens: int | None  # None: as many as the policy wants
     disable_spec_decode: bool
-    unscheduled: bool  # its own policy: the server's decides nothing
     coupled: bool
 
     @property
@@ -382,7 +371,6 @@ def validate_request(fields: Mapping[str, Any], limits: RequestLimits) -> Reques
     return Request(
         **{
             **{name: values[name] for name in taken},
-            **_speculation(values, limits),
             "prompt_ids": prompt_ids,
             "max_tokens": max_tokens,
             "seed": secrets.randbits(64) if seed is None else seed,
@@ -424,22 +412,3 @@ def _max_tokens(values: Mapping[str, Any], limits: RequestLimits) -> int:
             f"got {num_prompt} + {max_tokens}"
         )
     return max_tokens
-
-
-def _speculation(values: Mapping[str, Any], limits: RequestLimits) -> dict[str, Any]:
-    """The request's own policy as the fields that the loop reads."""
-    text = values["policy"]
-    if text is None:
-        return {"unscheduled": False}
-    try:
-        policy = parse_policy(text, limits.block_size)
-    except ConfigError as error:
-        raise InvalidRequest(str(error)) from error
-    if policy.name not in ("off", "fixed"):
-        raise InvalidRequest(f"policy must be off, fixed or fixed:k for one request, got {text!r}")
-    if not policy.speculates:
-        return {"unscheduled": True, "disable_spec_decode": True}
-    if not limits.block_size:
-        raise InvalidRequest(f"policy must be off, as this server drafts nothing, got {text!r}")
-    caps = [n for n in (policy.num_tokens, values["num_draft_tokens"]) if n is not None]
-    return {"unscheduled": True, "num_draft_tokens": min(caps, default=None)}

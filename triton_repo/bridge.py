@@ -15,30 +15,42 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
 from runtime.decoder import Decoder
 from runtime.request import InvalidRequest, QueueFull, RequestOutput, validate_request
-from triton_repo.contract import INPUTS, Tensor
+from triton_repo.contract import INPUTS, SERVING_PARAMETERS, Tensor
 
 log = logging.getLogger("dspark")
 
 HOUSEKEEPING_PERIOD_S = 0.25  # silent requests are asked for cancellation, metrics exported
 PROMPT_THREADS = 2
+_TIMES = ("time_in_queue_s", "time_to_first_token_s", "total_time_s")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One response with text; each field is one of the contract's outputs."""
+    """One response with text; each field is one of the contract's outputs, None to leave it out."""
 
     text_output: str
-    finish_reason: str  # empty on all but the last
-    num_input_tokens: int
-    num_output_tokens: int  # so far
-    output_ids: list[int]
+    finish_reason: str | None = None  # empty on all but the last
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None  # so far
+    output_ids: list[int] | None = None
+    output_log_probs: list[float] | None = None
+    cum_log_probs: float | None = None
+    # On the last response only
+    acceptance_rate: float | None = None
+    total_accepted_draft_tokens: int | None = None
+    total_draft_tokens: int | None = None
+    time_in_queue_s: float | None = None
+    time_to_first_token_s: float | None = None
+    total_time_s: float | None = None
+    # Of a batched request only
+    batch_index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,13 +71,16 @@ class Sender(Protocol):
         """Whether the client gave up."""
 
 
-def read_fields(tensors: Mapping[str, NDArray[Any]], parameters: str) -> dict[str, Any]:
-    """Input tensors as plain Python values by name; `text_input` stays bytes.
+def read_fields(
+    tensors: Mapping[str, NDArray[Any]], parameters: str, row: int = 0
+) -> dict[str, Any]:
+    """One row of the input tensors as plain Python values by name; `text_input` stays bytes.
 
     Args:
-        tensors: [1, n] arrays as Triton delivers them.
+        tensors: [rows, n] arrays as Triton delivers them.
         parameters: JSON object of the request parameters that are not inputs. Triton puts unknown
             keys of /generate there; they are refused, not ignored.
+        row: of a batched request.
 
     Raises InvalidRequest naming an unknown parameter or a value that is not UTF-8.
     """
@@ -74,7 +89,7 @@ def read_fields(tensors: Mapping[str, NDArray[Any]], parameters: str) -> dict[st
         raise InvalidRequest(
             f"unknown parameter {unknown[0]!r}; parameters are {', '.join(INPUTS)}"
         )
-    return {name: _plain(array, INPUTS[name]) for name, array in tensors.items()}
+    return {name: _plain(array[row], INPUTS[name]) for name, array in tensors.items()}
 
 
 def _plain(array: NDArray[Any], tensor: Tensor) -> Any:
@@ -96,15 +111,26 @@ def _plain(array: NDArray[Any], tensor: Tensor) -> Any:
 class _Reply:
     """One request's way back: what the loop has produced and the outbox has not sent yet."""
 
-    def __init__(self, sender: Sender, stream: bool, return_output_ids: bool) -> None:
+    def __init__(self, sender: Sender, fields: dict[str, Any]) -> None:
+        """Take out of `fields` what the decoder does not need to know."""
         self.sender = sender
         self.request_id: int | None = None  # set once the decoder has taken the request
-        self._stream = stream
-        self._return_output_ids = return_output_ids
+        self._stream = fields.get("stream", False)
+        self._return_log_probs = fields.get("return_log_probs", False)
+        self._returns = {
+            name: fields.pop(name, SERVING_PARAMETERS[name].default)
+            for name in SERVING_PARAMETERS
+            if name.startswith("return_")
+        }
         self._lock = threading.Lock()
         self._waiting: list[RequestOutput] = []
         self._text = ""
         self._ids: list[int] = []
+        self._log_probs: list[float] = []
+
+    def begin_with(self, text: str, token_ids: list[int]) -> None:
+        """Put the prompt in front of what is generated."""
+        self._text, self._ids = text, list(token_ids)
 
     def add(self, output: RequestOutput) -> bool:
         """Take an output from the loop; returns whether the outbox must be told."""
@@ -120,8 +146,8 @@ class _Reply:
         with self._lock:
             outputs, self._waiting = self._waiting, []
         self._text += "".join(output.text for output in outputs)
-        if self._return_output_ids:
-            self._ids += [token_id for output in outputs for token_id in output.token_ids]
+        self._ids += [token_id for output in outputs for token_id in output.token_ids]
+        self._log_probs += [value for output in outputs for value in output.log_probs]
         last = outputs[-1]
         final = last.finish_reason is not None
         if last.finish_reason == "error":
@@ -130,15 +156,78 @@ class _Reply:
             return Failure("cancelled", "the request was cancelled"), True
         if not final and not (self._stream and self._text):
             return None, False
+        returns = self._returns
         answer = Answer(
             self._text,
-            last.finish_reason or "",
-            last.num_input_tokens,
-            last.num_output_tokens,
-            self._ids,
+            finish_reason=(last.finish_reason or "") if returns["return_finish_reason"] else None,
+            num_input_tokens=last.num_input_tokens if returns["return_num_input_tokens"] else None,
+            num_output_tokens=(
+                last.num_output_tokens if returns["return_num_output_tokens"] else None
+            ),
+            output_ids=self._ids if returns["return_output_ids"] else None,
+            output_log_probs=self._log_probs if self._return_log_probs else None,
+            cum_log_probs=last.cum_log_probs if self._return_log_probs else None,
+            **_statistics(last.stats),
         )
-        self._text, self._ids = "", []
+        self._text, self._ids, self._log_probs = "", [], []
         return answer, final
+
+
+def _statistics(stats: Mapping[str, float]) -> dict[str, Any]:
+    """The last response's fields; none for another."""
+    if not stats:
+        return {}
+    accepted = int(stats["num_accepted_draft_tokens"])
+    verified = int(stats["num_verified_draft_tokens"])
+    return {
+        "acceptance_rate": accepted / verified if verified else 0.0,
+        "total_accepted_draft_tokens": accepted,
+        "total_draft_tokens": verified,
+        **{name: stats[name] for name in _TIMES},
+    }
+
+
+class _Batch:
+    """Several rows over the one sender of their request.
+
+    The first row that fails decides: the others are cancelled, and its failure comes last.
+    """
+
+    def __init__(self, sender: Sender, num_rows: int) -> None:
+        self._sender = sender
+        self._num_open = num_rows
+        self._failure: Failure | None = None
+        self._lock = threading.Lock()
+
+    def send(self, row: int, message: Answer | Failure, final: bool) -> None:
+        with self._lock:
+            self._num_open -= final
+            if isinstance(message, Failure):
+                self._failure = self._failure or message
+            elif self._failure is None:
+                self._sender.send(replace(message, batch_index=row), self._num_open == 0)
+                return
+            if self._num_open == 0:
+                assert self._failure is not None
+                self._sender.send(self._failure, final=True)
+
+    def is_cancelled(self) -> bool:
+        with self._lock:
+            return self._failure is not None or self._sender.is_cancelled()
+
+
+@dataclass(frozen=True)
+class _RowSender:
+    """The `Sender` of one row of a batch."""
+
+    batch: _Batch
+    row: int
+
+    def send(self, message: Answer | Failure, final: bool) -> None:
+        self.batch.send(self.row, message, final)
+
+    def is_cancelled(self) -> bool:
+        return self.batch.is_cancelled()
 
 
 class Bridge:
@@ -176,12 +265,18 @@ class Bridge:
 
         The tensors are read before this returns. For the arguments see `read_fields`.
         """
+        num_rows = len(next(iter(tensors.values()))) if tensors else 1
         try:
-            fields = read_fields(tensors, parameters)
+            rows = [read_fields(tensors, parameters, row) for row in range(num_rows)]
         except InvalidRequest as error:
             sender.send(Failure("invalid", str(error)), final=True)
             return
-        self._prompts.submit(self._submit, fields, sender)
+        senders: list[Sender] = [sender]
+        if num_rows > 1:
+            batch = _Batch(sender, num_rows)
+            senders = [_RowSender(batch, row) for row in range(num_rows)]
+        for fields, row_sender in zip(rows, senders, strict=True):
+            self._prompts.submit(self._submit, fields, row_sender)
 
     def close(self) -> None:
         """End every request, then stop; the decoder is closed too. May be called again."""
@@ -191,9 +286,9 @@ class Bridge:
         self._thread.join()
 
     def _submit(self, fields: dict[str, Any], sender: Sender) -> None:
-        reply = _Reply(sender, fields.get("stream", False), fields.pop("return_output_ids", False))
+        reply = _Reply(sender, fields)
         try:
-            request = validate_request(self._with_prompt_ids(fields), self._decoder.limits)
+            request = validate_request(self._with_prompt_ids(fields, reply), self._decoder.limits)
             with self._open_lock:
                 self._open.add(reply)
 
@@ -210,16 +305,20 @@ class Bridge:
             log.exception("a request could not be submitted")
             self._refuse(reply, Failure("internal", f"the request failed: {error}"))
 
-    def _with_prompt_ids(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _with_prompt_ids(self, fields: dict[str, Any], reply: _Reply) -> dict[str, Any]:
         """The fields with the text prompt replaced by its token ids."""
+        tokenizer = self._decoder.tokenizer
         text = fields.pop("text_input", None)
         raw_prompt = fields.pop("raw_prompt", False)
+        with_prompt = not fields.pop("exclude_input_in_output", True)
         if (text is None) == ("prompt_ids" not in fields):
             given = "neither" if text is None else "both"
             raise InvalidRequest(f"give either text_input or prompt_ids, got {given}")
         if text is not None:
-            tokenizer = self._decoder.tokenizer
             fields["prompt_ids"] = tokenizer.encode_prompt(text, raw_prompt, self._max_prompt_bytes)
+        if with_prompt:
+            ids = fields["prompt_ids"]
+            reply.begin_with(tokenizer.decode(ids) if text is None else text.decode(), ids)
         return fields
 
     def _refuse(self, reply: _Reply, failure: Failure) -> None:

@@ -35,7 +35,7 @@ _ERROR_CODES = {  # attributes of TritonError, which does not exist before `init
     "internal": "INTERNAL",
     "cancelled": "CANCELLED",
 }
-_NUMPY_TYPES = {"STRING": np.object_, "INT32": np.int32}
+_NUMPY_TYPES = {"STRING": np.object_, "INT32": np.int32, "FP32": np.float32}
 
 
 class TritonSender:
@@ -64,6 +64,8 @@ def _response(message: Answer | Failure) -> Any:
     tensors = []
     for name, tensor in OUTPUTS.items():
         value = getattr(message, name)
+        if value is None:
+            continue
         values = value if tensor.is_list else [value]
         array = np.array([values], dtype=_NUMPY_TYPES[tensor.datatype])
         tensors.append(pb_utils.Tensor(name, array))

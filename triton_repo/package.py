@@ -7,6 +7,7 @@ The repository holds everything but third-party packages and can be moved or cop
     repository/dspark/1/{runtime,triton_repo}/   sources
     repository/dspark/1/engines/                 the engine folder
     repository/dspark/1/tokenizer/               tokenizer and chat template
+    repository/dspark_unary/                     forwards to it, for clients without streams
 
 Engine files are hard links where the file system allows, so packaging costs neither time nor space.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 import runtime
 from export.publish import content_key, link_or_copy, publish
 from runtime.manifest import FILE_NAME, Manifest, hash_file, load_manifest, tokenizer_hash
-from triton_repo.contract import MODEL_NAME, render_config
+from triton_repo.contract import MODEL_NAME, UNARY_MODEL_NAME, render_config
 
 _SOURCES = Path(__file__).parent
 _BRIDGE_FILES = ("__init__.py", "bridge.py", "contract.py")  # what model.py imports from here
@@ -52,7 +53,8 @@ def package(build_dir: Path) -> bool:
             f"the tokenizer in {tokenizer_dir} is not the one that {engine_dir} was built with: "
             "run `make engines` to build both from one checkpoint"
         )
-    config = render_config()
+    configs = {name: render_config(name) for name in (MODEL_NAME, UNARY_MODEL_NAME)}
+    unary = _SOURCES / "unary_model.py"
     engine_files = {f"engines/{name}": engine_dir / name for name in _engine_files(manifest)}
     small_files = dict(_small_files(tokenizer_dir))
 
@@ -63,10 +65,14 @@ def package(build_dir: Path) -> bool:
             target.parent.mkdir(parents=True, exist_ok=True)
             # Sources are edited in place, and a link would change with them.
             (link_or_copy if path in engine_files else shutil.copyfile)(source, target)
-        (version.parent / "config.pbtxt").write_text(config)
+        (repository / UNARY_MODEL_NAME / "1").mkdir(parents=True)
+        shutil.copyfile(unary, repository / UNARY_MODEL_NAME / "1" / "model.py")
+        for name, config in configs.items():
+            (repository / name / "config.pbtxt").write_text(config)
 
     key = content_key(
-        config,
+        configs,
+        hash_file(unary),
         manifest.to_json(),  # carries the hashes of the large files
         {path: hash_file(source) for path, source in small_files.items()},
         [hash_file(engine_dir / name) for name in _measurements(manifest)],

@@ -32,7 +32,6 @@ LIMITS = RequestLimits(
     max_stop_words=4,
     max_stop_word_chars=16,
     default_max_tokens=16,
-    block_size=BLOCK_SIZE,
 )
 
 

@@ -174,7 +174,11 @@ CASES = {
         FAR,
         top_p=0.9,
         temperature=1.3,
-        rules={"logit_bias": {1: 2.0, END: 3.0, 6: -3.0}, "bad_words": ["d", "bb"], "min_tokens": 2},
+        rules={
+            "logit_bias": {1: 2.0, END: 3.0, 6: -3.0},
+            "bad_words": ["d", "bb"],
+            "min_tokens": 2,
+        },
     ),
 }
 

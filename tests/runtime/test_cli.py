@@ -33,6 +33,20 @@ def test_generate_prints_the_text_and_a_line_of_statistics(
     assert len(result["output_ids"]) == result["num_output_tokens"] <= 8
 
 
+def test_generate_takes_every_request_parameter(
+    tiny_pair_build: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["generate", "--prompt", "the dog", "--max-tokens", "8", "--json", "--return-log-probs"]
+    args += ["--ignore-eos", "--bad-words", "dog", "fox", "--logit-bias", '{"7": -100}']
+    results = []
+    for penalty in ("1.0", "1.5"):
+        args += ["--repetition-penalty", penalty]
+        assert dspark(*args, build=tiny_pair_build) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert len(results[0]["log_probs"]) == 8
+    assert results[0]["output_ids"] != results[1]["output_ids"]
+
+
 def test_generate_colours_drafts(tiny_pair_build: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("generate", "--prompt", "the dog", "--max-tokens", "24")
     assert dspark(*args, "--show-drafts", build=tiny_pair_build) == 0

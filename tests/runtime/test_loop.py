@@ -107,7 +107,6 @@ def test_greedy_equals_plain_decoding(
     stop_at_eos=st.booleans(),
     agreement=st.sampled_from([0.3, 0.8, 1.0]),
     policy=policies,
-    own_policy=st.sampled_from([None, "off", "fixed:2", "fixed"]),
 )
 def test_greedy_equals_plain_decoding_with_penalties_bias_and_bans(
     prompts: list[tuple[int, ...]],
@@ -115,30 +114,17 @@ def test_greedy_equals_plain_decoding_with_penalties_bias_and_bans(
     stop_at_eos: bool,
     agreement: float,
     policy: str,
-    own_policy: str | None,
 ) -> None:
     """Each row must look back on the draft tokens before it, and never on those of another round;
     a pool of 30 blocks preempts, which must not count anything twice."""
     loop, _ = make_loop(num_blocks=30, agreement=agreement, policy=policy, max_batch_requests=4)
     fields["min_tokens"] = min(12, fields.get("min_tokens", 0))
     requests = [
-        make_request(prompt, max_tokens=12, ignore_eos=not stop_at_eos, policy=own_policy, **fields)
+        make_request(prompt, max_tokens=12, ignore_eos=not stop_at_eos, **fields)
         for prompt in prompts
     ]
     for prompt, result in zip(prompts, run_all(loop, requests), strict=True):
         assert result.token_ids == greedy_reference(prompt, 12, stop_at_eos, **fields)
-
-
-@pytest.mark.parametrize(
-    ("server", "own", "tokens_per_pass"),
-    [("fixed", "off", 1), ("fixed:1", "fixed", 6), ("fixed", "fixed:2", 3), ("fixed:4", None, 5)],
-)
-def test_a_request_may_have_its_own_policy(
-    server: str, own: str | None, tokens_per_pass: int
-) -> None:
-    loop, verifier = make_loop(agreement=1.0, policy=server)
-    run_all(loop, [make_request((1, 2, 3), max_tokens=40, ignore_eos=True, policy=own)])
-    assert max(verifier.runs[1:]) == tokens_per_pass
 
 
 @pytest.mark.parametrize("policy", ["off", "fixed:3", "fixed"])

@@ -26,7 +26,6 @@ LIMITS = RequestLimits(
     default_max_tokens=8,
     max_bad_words=2,
     max_logit_bias=2,
-    block_size=5,
 )
 
 
@@ -65,7 +64,6 @@ def test_defaults() -> None:
         "return_log_probs": False,
         "num_draft_tokens": None,
         "disable_spec_decode": False,
-        "unscheduled": False,
         "coupled": False,
     }
     assert request.greedy
@@ -197,8 +195,6 @@ def test_accepted_values(name: str, value: Any, stored: Any) -> None:
         ("end_id", 100, "end_id must be below the vocabulary size 100, got 100"),
         ("return_context_logits", True, "return_context_logits is not served: a prompt is"),
         ("return_generation_logits", True, "return_generation_logits is not served: logits"),
-        ("policy", "fixed:6", "policy must be off, fixed or fixed:k"),
-        ("policy", "fast", "policy must be"),
         ("prompt_ids", [], "the prompt is empty: it must hold at least 1 token"),
         ("prompt_ids", None, "the prompt is empty: it must hold at least 1 token"),
         ("prompt_ids", [100], "prompt_ids must be below the vocabulary size 100, got 100"),
@@ -217,35 +213,6 @@ def test_an_alias_is_the_parameter_itself() -> None:
     assert validate(random_seed=7).seed == validate(seed=7).seed == 7
     assert validate(min_length=3).min_tokens == 3
     assert refusal(random_seed=7, seed=7) == "seed and random_seed mean the same: give one of them"
-
-
-@pytest.mark.parametrize(
-    ("policy", "num_draft_tokens", "own", "disabled"),
-    [
-        (None, 3, 3, False),
-        ("off", None, None, True),
-        ("fixed:0", None, None, True),
-        ("fixed", None, None, False),
-        ("fixed", 2, 2, False),
-        ("fixed:4", None, 4, False),
-        ("fixed:4", 2, 2, False),
-        ("fixed:2", 4, 2, False),
-    ],
-)
-def test_a_policy_of_the_requests_own(
-    policy: str | None, num_draft_tokens: int | None, own: int | None, disabled: bool
-) -> None:
-    request = validate(policy=policy, num_draft_tokens=num_draft_tokens)
-    assert request.num_draft_tokens == own
-    assert request.disable_spec_decode is disabled
-    assert request.unscheduled is (policy is not None)
-
-
-def test_a_server_that_drafts_nothing_takes_no_policy_but_off() -> None:
-    limits = dataclasses.replace(LIMITS, block_size=0)
-    assert validate(limits, policy="off").disable_spec_decode
-    message = "policy must be off, as this server drafts nothing, got 'fixed'"
-    assert refusal(limits, policy="fixed") == message
 
 
 def test_an_end_token_of_the_requests_own_contradicts_ignoring_it() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
-from triton_repo.contract import INPUTS, MODEL_NAME
+from triton_repo.contract import INPUTS, MODEL_NAME, OUTPUTS, UNARY_MODEL_NAME
 from triton_repo.server import Address
 
 _TIMEOUT_S = 30
@@ -42,6 +42,7 @@ class Reply:
     num_input_tokens: int
     num_output_tokens: int
     output_ids: list[int]
+    outputs: dict[str, Any]  # everything in the last response, arrays as lists
 
 
 def free_address() -> Address:
@@ -122,6 +123,13 @@ class GrpcStream:
             parameters=parameters or {},
         )
 
+    def send_rows(self, **columns: list[Any]) -> None:
+        """Start a batched request of scalars."""
+        inputs = [
+            _grpc_input(name, [[value] for value in values]) for name, values in columns.items()
+        ]
+        self._client.async_stream_infer(MODEL_NAME, inputs, enable_empty_final_response=True)
+
     def next_response(self) -> tuple[Any, bool]:
         """The next response and whether it is the final one. Raises RefusedError."""
         result, error = self._events.get(timeout=_TIMEOUT_S)
@@ -136,7 +144,8 @@ class GrpcStream:
         while not final:
             result, final = self.next_response()
             texts.append(result.as_numpy("text_output").item().decode())
-            ids += result.as_numpy("output_ids").reshape(-1).tolist()
+            if (new_ids := result.as_numpy("output_ids")) is not None:
+                ids += new_ids.reshape(-1).tolist()
         return Reply(
             "".join(texts),
             len(texts),
@@ -144,6 +153,7 @@ class GrpcStream:
             result.as_numpy("num_input_tokens").item(),
             result.as_numpy("num_output_tokens").item(),
             ids,
+            _plain_outputs(result),
         )
 
     def has_more(self, within_s: float) -> bool:
@@ -155,11 +165,33 @@ class GrpcStream:
         return True
 
 
+def infer(address: Address, **fields: Any) -> dict[str, Any]:
+    """One unary gRPC call of the companion model. Raises RefusedError."""
+    with grpc.InferenceServerClient(f"{address.client_host}:{address.grpc_port}") as client:
+        inputs = [_grpc_input(name, value) for name, value in fields.items()]
+        try:
+            result = client.infer(UNARY_MODEL_NAME, inputs, client_timeout=_TIMEOUT_S)
+        except grpc.InferenceServerException as error:
+            raise RefusedError(error.message()) from error
+        return _plain_outputs(result)
+
+
+def _plain_outputs(result: Any) -> dict[str, Any]:
+    values = {}
+    for output in result.get_response().outputs:
+        (row,) = result.as_numpy(output.name).tolist()
+        row = [item.decode() if isinstance(item, bytes) else item for item in row]
+        is_list = OUTPUTS[output.name].is_list
+        values[output.name] = row if is_list else row[0]
+    return values
+
+
 def _grpc_input(name: str, value: Any) -> grpc.InferInput:
     tensor = INPUTS.get(name)
     datatype = tensor.datatype if tensor else "INT32"
     values = value if isinstance(value, list) else [value]
-    array = np.array([values], dtype=_NUMPY_TYPES[datatype])
+    is_batch = bool(values) and isinstance(values[0], list)
+    array = np.array(values if is_batch else [values], dtype=_NUMPY_TYPES[datatype])
     made = grpc.InferInput(name, list(array.shape), "BYTES" if datatype == "STRING" else datatype)
     made.set_data_from_numpy(array)
     return made

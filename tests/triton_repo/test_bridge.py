@@ -30,6 +30,9 @@ class FakeTokenizer:
         assert max_bytes == MAX_PROMPT_BYTES
         return list(text) if raw_prompt else [0, *text]
 
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode()
+
 
 class FakeDecoder:
     """Hands requests to the test, which plays the loop by calling `emit`."""
@@ -50,7 +53,12 @@ class FakeDecoder:
         return request_id
 
     def emit(
-        self, request_id: int, text: str, finish: Any = None, error: str | None = None
+        self,
+        request_id: int,
+        text: str,
+        finish: Any = None,
+        error: str | None = None,
+        **extra: Any,
     ) -> None:
         request, on_output = self.requests[request_id]
         ids = list(text.encode())
@@ -63,6 +71,8 @@ class FakeDecoder:
                 error=error,
                 num_input_tokens=len(request.prompt_ids),
                 num_output_tokens=len(ids),
+                cum_log_probs=sum(extra.get("log_probs", [])),
+                **extra,
             )
         )
 
@@ -169,7 +179,72 @@ def test_without_stream_there_is_one_answer() -> None:
         time.sleep(0.05)  # the outbox has it
         decoder.emit(1, "yz", "length")
         eventually(lambda: sender.finals)
-    assert sender.messages == [Answer("xyz", "length", 2, 2, [120, 121, 122])]
+    assert sender.messages == [Answer("xyz", "length", 2, 2, output_ids=[120, 121, 122])]
+
+
+def test_outputs_come_when_they_are_asked_for() -> None:
+    decoder, sender = FakeDecoder(), FakeSender()
+    asked = {"return_log_probs": True, "exclude_input_in_output": False, "return_output_ids": True}
+    asked |= dict.fromkeys(
+        ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"), False
+    )
+    with running_bridge(decoder) as bridge:
+        bridge.accept(tensors(text_input="ab", raw_prompt=True, stream=True, **asked), "{}", sender)
+        eventually(lambda: decoder.requests)
+        decoder.emit(1, "x", log_probs=[-1.5])
+        eventually(lambda: len(sender.messages) == 1)
+        stats = dict.fromkeys(("time_in_queue_s", "time_to_first_token_s", "total_time_s"), 0.5)
+        stats |= {"num_accepted_draft_tokens": 3, "num_verified_draft_tokens": 4}
+        decoder.emit(1, "y", "eos", log_probs=[-0.5], stats=stats)
+        eventually(lambda: sender.finals)
+    assert sender.messages == [
+        Answer("abx", output_ids=[97, 98, 120], output_log_probs=[-1.5], cum_log_probs=-1.5),
+        Answer(
+            "y",
+            output_ids=[121],
+            output_log_probs=[-0.5],
+            cum_log_probs=-0.5,
+            acceptance_rate=0.75,
+            total_accepted_draft_tokens=3,
+            total_draft_tokens=4,
+            time_in_queue_s=0.5,
+            time_to_first_token_s=0.5,
+            total_time_s=0.5,
+        ),
+    ]
+
+
+def batch(**columns: list[Any]) -> dict[str, np.ndarray]:
+    rows = [tensors(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values())]  # noqa: B905
+    return {name: np.concatenate([row[name] for row in rows]) for name in columns}
+
+
+def test_rows_of_a_batch_are_answered_by_index_and_the_last_ends_the_request() -> None:
+    decoder, sender = FakeDecoder(), FakeSender()
+    with running_bridge(decoder) as bridge:
+        bridge.accept(batch(text_input=["a", "bc", "d"], max_tokens=[1, 2, 3]), "{}", sender)
+        eventually(lambda: len(decoder.requests) == 3)
+        index = {request.max_tokens: i for i, (request, _) in decoder.requests.items()}
+        for row, max_tokens in enumerate((2, 3, 1)):
+            decoder.emit(index[max_tokens], "xyz"[row], "eos")
+            eventually(lambda row=row: len(sender.messages) == row + 1)
+            assert sender.finals == (row == 2)
+    answers = [m for m in sender.messages if isinstance(m, Answer)]
+    assert [(a.batch_index, a.text_output) for a in answers] == [(1, "x"), (2, "y"), (0, "z")]
+    assert [a.num_input_tokens for a in answers] == [3, 2, 2]
+
+
+def test_a_row_that_is_refused_cancels_the_others_and_ends_the_batch_once() -> None:
+    decoder, sender = FakeDecoder(), FakeSender()
+    with running_bridge(decoder) as bridge:
+        bridge.accept(batch(text_input=["a", "b"], max_tokens=[9, 0]), "{}", sender)
+        eventually(lambda: decoder.cancelled)
+        assert not sender.messages
+        decoder.emit(1, "", "cancelled")
+        eventually(lambda: sender.finals)
+    (failure,) = sender.messages
+    assert isinstance(failure, Failure)
+    assert "max_tokens must be at least 1, got 0" in failure.message
 
 
 def test_with_stream_every_text_is_sent_and_held_back_text_is_not() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from runtime.request import PARAMETERS
-from triton_repo.contract import INPUTS, OUTPUTS, render_config
+from triton_repo.contract import INPUTS, MAX_BATCH_ROWS, OUTPUTS, UNARY_MODEL_NAME, render_config
+from triton_repo.reference import render_reference
 
 
 def parsed_config() -> ModelConfig:
@@ -18,8 +21,22 @@ def test_config_is_valid_and_complete() -> None:
     assert [tensor.name for tensor in config.input] == list(INPUTS)
     assert [tensor.name for tensor in config.output] == list(OUTPUTS)
     assert config.model_transaction_policy.decoupled
-    assert config.max_batch_size == 1
+    assert config.max_batch_size == MAX_BATCH_ROWS
     assert len(config.instance_group) == 1
+
+
+def test_the_unary_model_is_the_same_but_answers_once() -> None:
+    unary = text_format.Parse(render_config(UNARY_MODEL_NAME), ModelConfig())
+    assert not unary.model_transaction_policy.decoupled
+    assert (list(unary.input), list(unary.output)) == (
+        list(parsed_config().input),
+        list(parsed_config().output),
+    )
+
+
+def test_the_reference_page_is_what_the_tables_say() -> None:
+    """Otherwise: `python -m triton_repo.reference > docs/parameters.md`."""
+    assert Path("docs/parameters.md").read_text() == render_reference()
 
 
 def test_every_request_parameter_is_an_input() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ from tests.triton_repo.clients import (
     free_address,
     generate,
     generate_stream,
+    infer,
     metrics,
     post,
 )
@@ -77,7 +79,7 @@ def test_generate_takes_and_gives_plain_json(address: Address) -> None:
     assert reply["finish_reason"] == "length"
     assert reply["num_output_tokens"] == 8
     assert reply["num_input_tokens"] > 4  # the chat template adds some
-    assert reply["output_ids"] == []
+    assert "output_ids" not in reply
     raw = generate(
         address, text_input="The quick brown fox", raw_prompt=True, max_tokens=1, ignore_eos=True
     )
@@ -133,6 +135,100 @@ def test_a_seed_fixes_the_text(address: Address) -> None:
         for seed in (7, 7, 8)
     ]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_last_response_tells_what_it_took(address: Address) -> None:
+    reply = generate(address, text_input="the dog", max_tokens=20, ignore_eos=True)
+    assert 0 <= reply["total_accepted_draft_tokens"] <= reply["total_draft_tokens"]
+    assert reply["total_draft_tokens"] > 0
+    rate = reply["total_accepted_draft_tokens"] / reply["total_draft_tokens"]
+    assert reply["acceptance_rate"] == pytest.approx(rate)
+    times = [reply[f"{name}_s"] for name in ("time_in_queue", "time_to_first_token", "total_time")]
+    assert 0 <= times[0] <= times[1] <= times[2] < 30
+    plain = generate(address, text_input="the dog", max_tokens=20, disable_spec_decode=True)
+    assert plain["total_draft_tokens"] == plain["acceptance_rate"] == 0
+    assert plain["text_output"] in reply["text_output"]
+    *first, last = generate_stream(address, text_input="the dog", max_tokens=20, ignore_eos=True)
+    assert not any("total_time_s" in event for event in first)
+    assert last["total_draft_tokens"] == reply["total_draft_tokens"]
+
+
+def test_penalties_bias_and_log_probs_reach_the_model(address: Address) -> None:
+    fields = {"prompt_ids": [5, 17, 260], "max_tokens": 12, "ignore_eos": True}
+    asked = {"return_output_ids": True, "return_log_probs": True}
+    plain = generate(address, **fields, **asked)
+    ids = plain["output_ids"]
+    log_probs = plain["output_log_probs"]
+    assert len(log_probs) == 12
+    assert max(log_probs) < 0
+    assert plain["cum_log_probs"] == pytest.approx(sum(log_probs), abs=1e-3)
+    bias = json.dumps({str(token): -100 for token in set(ids)})
+    assert not set(ids) & set(generate(address, **fields, **asked, logit_bias=bias)["output_ids"])
+    fresh = generate(address, **fields, **asked, presence_penalty=2, frequency_penalty=2)
+    assert len(set(fresh["output_ids"])) >= len(set(ids))
+    with GrpcStream(address) as stream:
+        reply = stream.ask(**fields, **asked, stream=True, repetition_penalty=1.5, min_tokens=3)
+        off = stream.ask(
+            **fields, **asked, repetition_penalty=1.5, min_tokens=3, num_draft_tokens=0
+        )
+    assert reply.output_ids == off.output_ids
+    assert reply.outputs["cum_log_probs"] == pytest.approx(off.outputs["cum_log_probs"], abs=1e-3)
+
+
+def test_the_prompt_may_come_back_in_front(address: Address) -> None:
+    fields = {"text_input": "the dog", "max_tokens": 6, "return_output_ids": True}
+    without = generate(address, **fields)
+    whole = generate(address, **fields, exclude_input_in_output=False)
+    assert whole["text_output"] == "the dog" + without["text_output"]
+    assert whole["output_ids"][-6:] == without["output_ids"][-6:]
+    assert len(whole["output_ids"]) == whole["num_input_tokens"] + len(without["output_ids"])
+    bare = ["return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"]
+    assert not set(generate(address, **fields, **dict.fromkeys(bare, False))) & {
+        name.removeprefix("return_") for name in bare
+    }
+
+
+def test_a_batch_is_answered_row_by_row(address: Address) -> None:
+    prompts = ["the dog", "a model drafts tokens", "fox"]
+    lone = [generate(address, text_input=p, max_tokens=9, ignore_eos=True) for p in prompts]
+    with GrpcStream(address) as stream:
+        stream.send_rows(text_input=prompts, max_tokens=[9] * 3, ignore_eos=[True] * 3)
+        replies, final = {}, False
+        while not final:
+            result, final = stream.next_response()
+            replies[result.as_numpy("batch_index").item()] = result.as_numpy("text_output").item()
+        assert [replies[i].decode() for i in range(3)] == [r["text_output"] for r in lone]
+        stream.send_rows(text_input=prompts, max_tokens=[9, 0, 9], ignore_eos=[True] * 3)
+        with pytest.raises(RefusedError, match="max_tokens must be at least 1, got 0"):
+            stream.next_response()
+        stream.send_rows(text_input=["a"] * 65, max_tokens=[1] * 65)
+        with pytest.raises(RefusedError, match="batch-size must be <= 64"):
+            stream.next_response()
+
+
+def test_unary_calls_are_answered_without_waiting_for_each_other(address: Address) -> None:
+    fields = {"text_input": "the dog", "ignore_eos": True}
+    expected = generate(address, **fields, max_tokens=12)
+    assert infer(address, **fields, max_tokens=12)["text_output"] == expected["text_output"]
+    for wrong, sentence in (
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"stream": True}, "for stream ask the model dspark"),
+        ({"text_input": b"a\xff"}, "not valid UTF-8"),
+    ):
+        with pytest.raises(RefusedError, match=sentence):
+            infer(address, **(fields | wrong))
+    done: list[int] = []
+
+    def ask(max_tokens: int) -> None:
+        infer(address, **fields, max_tokens=max_tokens)
+        done.append(max_tokens)
+
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(ask, 450)
+        time.sleep(0.1)
+        pool.submit(ask, 1).result()
+        long.result()
+    assert done == [1, 450]
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
