@@ -193,13 +193,21 @@ class Decoder:
         stalled_s = time.monotonic() - self._last_progress_s
         return idle or stalled_s < self._config.stall_timeout_s
 
+    def take_observations(self) -> list[tuple[str, float]]:
+        """What `runtime.metrics.HISTOGRAMS` observed since the last call, by name."""
+        waiting = self._loop.metrics.observations
+        return [waiting.popleft() for _ in range(len(waiting))]
+
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges by name."""
+        """Counters (names ending in `_total`) and gauges by name, labels in braces."""
         loop = self._loop
         metrics = loop.metrics
         pool = loop.admission.pool
         values: dict[str, float] = {f"{name}_total": n for name, n in dict(metrics.counts).items()}
         values |= {f"step_{name}_seconds_total": s for name, s in dict(metrics.seconds).items()}
+        for name, at in (("verified", metrics.verified_at), ("accepted", metrics.accepted_at)):
+            for position, count in dict(at).items():
+                values[f'{name}_at_position_total{{position="{position}"}}'] = count
         values |= {
             "running_requests": len(loop.admission.running),
             "waiting_requests": len(loop.admission.waiting) + len(self._arrivals),

@@ -299,4 +299,5 @@ class Loop:
         if sequence.finish_reason is not None:
             self.admission.remove(sequence)
             self.metrics.counts[f"finished_{sequence.finish_reason}"] += 1
+            self.metrics.observe_request(sequence.stats(), sequence.num_prompt, sequence.num_output)
         sequence.emit()

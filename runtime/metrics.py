@@ -3,7 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from typing import NamedTuple
+
+# What is observed once per answered request: buckets by name, and what it says.
+_SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TOKENS = tuple(float(2**n) for n in range(0, 16, 1))
+
+
+class Histogram(NamedTuple):
+    """Upper bounds of the buckets and a sentence on what is observed."""
+
+    buckets: tuple[float, ...]
+    help: str
+
+
+HISTOGRAMS = {
+    "request_prompt_tokens": Histogram(_TOKENS, "prompt tokens of a request"),
+    "request_output_tokens": Histogram(_TOKENS, "generated tokens of a request"),
+    "request_queue_seconds": Histogram(_SHORT_S, "from arrival to first computation"),
+    "time_to_first_token_seconds": Histogram(_SHORT_S, "from arrival to first token"),
+    "inter_token_seconds": Histogram(
+        (0.001, 0.0025, *_SHORT_S[:9]), "mean time between tokens of a request"
+    ),
+    "request_seconds": Histogram((*_SHORT_S[4:], 60.0, 120.0, 300.0), "from arrival to last token"),
+    "accepted_length": Histogram(
+        tuple(1 + n / 2 for n in range(15)), "mean tokens per decoding round of a request"
+    ),
+}
+# Finished requests by reason, counted from 0 on.
+FINISH_REASONS = ("length", "stop", "eos", "cancelled", "error")
 
 
 class Metrics:
@@ -18,6 +47,9 @@ class Metrics:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.verified_at: Counter[int] = Counter()
         self.accepted_at: Counter[int] = Counter()
+        # Taken out by the exporter's thread; without one the oldest are lost.
+        self.observations: deque[tuple[str, float]] = deque(maxlen=1 << 14)
+        self.counts.update({f"finished_{reason}": 0 for reason in FINISH_REASONS})
         self._lap_s = time.perf_counter()
 
     def start_step(self) -> None:
@@ -40,3 +72,21 @@ class Metrics:
             self.verified_at[position] += 1
         for position in range(1, num_accepted + 1):
             self.accepted_at[position] += 1
+
+    def observe_request(
+        self, stats: dict[str, float], num_prompt_tokens: int, num_output_tokens: int
+    ) -> None:
+        """Book an answered request by the statistics of its last output."""
+        first_s, total_s = stats["time_to_first_token_s"], stats["total_time_s"]
+        values = {
+            "request_prompt_tokens": num_prompt_tokens,
+            "request_output_tokens": num_output_tokens,
+            "request_queue_seconds": stats["time_in_queue_s"],
+            "time_to_first_token_seconds": first_s,
+            "request_seconds": total_s,
+        }
+        if num_output_tokens > 1:
+            values["inter_token_seconds"] = (total_s - first_s) / (num_output_tokens - 1)
+        if rounds := stats["num_rounds"]:
+            values["accepted_length"] = 1 + stats["num_accepted_draft_tokens"] / rounds
+        self.observations.extend((name, float(value)) for name, value in values.items())

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from numpy.typing import NDArray
 
@@ -53,11 +53,15 @@ class Answer:
     batch_index: int | None = None
 
 
+FailureKind = Literal["invalid", "unavailable", "internal", "cancelled"]
+FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
+
+
 @dataclass(frozen=True)
 class Failure:
     """A response without text: whose fault, and one sentence."""
 
-    kind: Literal["invalid", "unavailable", "internal", "cancelled"]
+    kind: FailureKind
     message: str
 
 
@@ -253,6 +257,7 @@ class Bridge:
         self._on_tick = on_tick
         self._on_death = on_death
         self._dead = False
+        self._failures = dict.fromkeys(FAILURE_KINDS, 0)
         self._open: set[_Reply] = set()
         self._open_lock = threading.Lock()
         self._outbox: queue.SimpleQueue[_Reply | None] = queue.SimpleQueue()
@@ -269,6 +274,7 @@ class Bridge:
         try:
             rows = [read_fields(tensors, parameters, row) for row in range(num_rows)]
         except InvalidRequest as error:
+            self._count(Failure("invalid", str(error)))
             sender.send(Failure("invalid", str(error)), final=True)
             return
         senders: list[Sender] = [sender]
@@ -277,6 +283,11 @@ class Bridge:
             senders = [_RowSender(batch, row) for row in range(num_rows)]
         for fields, row_sender in zip(rows, senders, strict=True):
             self._prompts.submit(self._submit, fields, row_sender)
+
+    def metrics(self) -> dict[str, float]:
+        """Requests that ended with a failure, by kind; named as `Decoder.metrics` does."""
+        with self._open_lock:
+            return {f'failures_total{{kind="{kind}"}}': n for kind, n in self._failures.items()}
 
     def close(self) -> None:
         """End every request, then stop; the decoder is closed too. May be called again."""
@@ -322,9 +333,14 @@ class Bridge:
         return fields
 
     def _refuse(self, reply: _Reply, failure: Failure) -> None:
+        self._count(failure)
         with self._open_lock:
             self._open.discard(reply)
         reply.sender.send(failure, final=True)
+
+    def _count(self, failure: Failure) -> None:
+        with self._open_lock:
+            self._failures[failure.kind] += 1
 
     def _run(self) -> None:
         next_tick_s = time.monotonic()
@@ -350,6 +366,8 @@ class Bridge:
         if final:
             with self._open_lock:
                 self._open.discard(reply)
+        if isinstance(message, Failure):
+            self._count(message)
         if message is not None:
             reply.sender.send(message, final)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ import triton_python_backend_utils as pb_utils  # noqa: E402
 
 from runtime.config import RuntimeConfig, load_config  # noqa: E402
 from runtime.decoder import Decoder  # noqa: E402
+from runtime.metrics import HISTOGRAMS  # noqa: E402
 from triton_repo.bridge import Answer, Bridge, Failure  # noqa: E402
 from triton_repo.contract import OUTPUTS  # noqa: E402
 
@@ -76,34 +78,44 @@ class MetricsExport:
     """The decoder's numbers as Prometheus metrics: counters where a name ends in `_total`."""
 
     def __init__(self) -> None:
-        self._families: list[Any] = []  # a metric lives no longer than its family
+        self._families: dict[str, Any] = {}  # a metric lives no longer than its family
         self._metrics: dict[str, Any] = {}
         self._values: dict[str, float] = {}
+        for name, histogram in HISTOGRAMS.items():
+            family = self._family(name, pb_utils.MetricFamily.HISTOGRAM, histogram.help)
+            self._metrics[name] = family.Metric(labels={}, buckets=list(histogram.buckets))
 
     def update(self, values: dict[str, float]) -> None:
         """Export what changed; a name that appears for the first time is registered."""
-        for name, value in values.items():
-            if name not in self._metrics:
-                self._register(name)
-            change = value - self._values.get(name, 0)
-            if change and name.endswith("_total"):
-                self._metrics[name].increment(change)
+        for series, value in values.items():
+            if series not in self._metrics:
+                self._register(series)
+            change = value - self._values.get(series, 0)
+            if change and series.split("{")[0].endswith("_total"):
+                self._metrics[series].increment(change)
             elif change:
-                self._metrics[name].set(value)
-            self._values[name] = value
+                self._metrics[series].set(value)
+            self._values[series] = value
 
-    def _register(self, name: str) -> None:
-        family = pb_utils.MetricFamily(
-            name=f"dspark_{name}",
-            description=name.replace("_", " "),
-            kind=(
-                pb_utils.MetricFamily.COUNTER
-                if name.endswith("_total")
-                else pb_utils.MetricFamily.GAUGE
-            ),
-        )
-        self._families.append(family)
-        self._metrics[name] = family.Metric(labels={})
+    def observe(self, observations: list[tuple[str, float]]) -> None:
+        """Add to the histograms."""
+        for name, value in observations:
+            self._metrics[name].observe(value)
+
+    def _register(self, series: str) -> None:
+        name = series.split("{")[0]
+        is_counter = name.endswith("_total")
+        kind = pb_utils.MetricFamily.COUNTER if is_counter else pb_utils.MetricFamily.GAUGE
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', series))
+        family = self._family(name, kind, name.replace("_", " "))
+        self._metrics[series] = family.Metric(labels=labels)
+
+    def _family(self, name: str, kind: Any, description: str) -> Any:
+        if name not in self._families:
+            self._families[name] = pb_utils.MetricFamily(
+                name=f"dspark_{name}", description=description, kind=kind
+            )
+        return self._families[name]
 
 
 def _check_numpy() -> None:
@@ -143,11 +155,13 @@ class TritonPythonModel:
         decoder = Decoder(HERE / "engines", HERE / "tokenizer", config)
         _ = decoder.tokenizer.has_chat_template  # loads it now, not in the first request
         metrics = MetricsExport()
+
+        def export() -> None:
+            metrics.update(decoder.metrics() | self._bridge.metrics())
+            metrics.observe(decoder.take_observations())
+
         self._bridge = Bridge(
-            decoder,
-            config.max_prompt_bytes,
-            on_tick=lambda: metrics.update(decoder.metrics()),
-            on_death=_end_server,
+            decoder, config.max_prompt_bytes, on_tick=export, on_death=_end_server
         )
 
     def execute(self, requests: list[Any]) -> None:

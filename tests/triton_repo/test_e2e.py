@@ -231,6 +231,46 @@ def test_unary_calls_are_answered_without_waiting_for_each_other(address: Addres
     assert done == [1, 450]
 
 
+def test_metrics_tell_what_happened(address: Address) -> None:
+    """Deltas over a known piece of work; each number could be wrong by itself."""
+    before = settled_metrics(address)
+    fields = {"prompt_ids": [5, 17, 260], "max_tokens": 20, "ignore_eos": True}
+    replies = [generate(address, **fields) for _ in range(3)]
+    generate(address, **fields | {"max_tokens": 1}, temperature=1)
+    for wrong in ({"max_tokens": 0}, {"prompt_ids": [320]}):
+        with pytest.raises(RefusedError):
+            generate(address, **fields | wrong)
+    gained = settled_metrics(address) - before
+    assert gained["requests_total"] == gained["finished_length_total"] == 4
+    assert gained["prompt_tokens_total"] == gained["request_prompt_tokens_sum"] == 12
+    assert gained["output_tokens_total"] == gained["request_output_tokens_sum"] == 61
+    assert gained['failures_total{kind="invalid"}'] == 2
+    assert gained['failures_total{kind="internal"}'] == 0
+    accepted = sum(reply["total_accepted_draft_tokens"] for reply in replies)
+    verified = sum(reply["total_draft_tokens"] for reply in replies)
+    assert gained["accepted_draft_tokens_total"] == accepted
+    assert gained["verified_draft_tokens_total"] == verified
+    for name, total in (("accepted", accepted), ("verified", verified)):
+        at = [n for series, n in gained.items() if series.startswith(f"{name}_at_position_total{{")]
+        assert sum(at) == total
+    for name, count in (
+        ("request_queue_seconds", 4),
+        ("time_to_first_token_seconds", 4),
+        ("request_seconds", 4),
+        ("inter_token_seconds", 3),  # one token has no gaps
+        ("accepted_length", 3),
+    ):
+        assert gained[f"{name}_count"] == count, name
+        assert gained[f'{name}_bucket{{le="+Inf"}}'] == count, name
+    times = sum(reply["time_to_first_token_s"] for reply in replies)
+    assert times < gained["time_to_first_token_seconds_sum"] < times + 5
+    steps = gained["steps_total"]
+    assert gained["verifier_passes_total"] + gained["prefill_verifier_passes_total"] == steps
+    split = sum(n for series, n in gained.items() if series.startswith("step_"))
+    assert 0 < split <= gained["request_seconds_sum"]
+    assert gained["step_verify_seconds_total"] > 0
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("empty prompt", {"text_input": ""}, "the prompt is empty.*at least 1"),
     ("no tokens wanted", {"text_input": "a", "max_tokens": 0}, "max_tokens.*at least 1, got 0"),
