@@ -53,7 +53,14 @@ def test_refusals(values: dict[str, Any], message: str) -> None:
 NUMBERS = {
     f.name: f.default for f in dataclasses.fields(RuntimeConfig) if f.type in ("int", "float")
 }
-ZERO_ALLOWED = {"num_threads", "max_model_tokens", "max_stop_words", "max_stop_word_chars"}
+ZERO_ALLOWED = {
+    "num_threads",
+    "max_model_tokens",
+    "max_stop_words",
+    "max_stop_word_chars",
+    "max_bad_words",
+    "max_logit_bias",
+}
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -73,7 +73,12 @@ def version_dir(build_dir: Path) -> Path:
 def test_repository_holds_what_serving_needs_and_nothing_else(build_dir: Path) -> None:
     assert package(build_dir)
     version = version_dir(build_dir)
-    assert sorted(os.listdir(build_dir / "repository")) == [".key", "dspark"]
+    assert sorted(os.listdir(build_dir / "repository")) == [".key", "dspark", "dspark_unary"]
+    unary = build_dir / "repository" / "dspark_unary"
+    assert {p.relative_to(unary).as_posix() for p in unary.rglob("*") if p.is_file()} == {
+        "config.pbtxt",
+        "1/model.py",
+    }
     assert sorted(os.listdir(version.parent)) == ["1", "config.pbtxt"]
     assert sorted(os.listdir(version)) == [
         "engines",
