@@ -167,21 +167,26 @@ class Sampling(NamedTuple):
     min_p: Tensor  # [R] fp32, 0 keeps all
 
 
-def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, uniform: Tensor, noise: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
     """Draft ids [R] int64 and `logits` [R, V'] with what the filters drop at `DROPPED`.
 
-    Argmax where the temperature is 0, elsewhere the inverse CDF at `uniform` [R] of the filtered
-    softmax(logits / temperature): counts the entries whose cumulative probability stays at or
-    below u times the total; entries after the last one with any probability are never reached.
+    Argmax where the temperature is 0. Elsewhere the filtered softmax(logits / temperature) is
+    sampled: where `uniform` [R] is below 0 by the argmax after adding `noise` [R, V'], else by
+    the inverse CDF at it. That counts the entries whose cumulative probability stays at or below
+    u times the total; entries after the last one with any probability are never reached.
     """
     warm = sampling.temperature > 0
     safe = torch.where(warm, sampling.temperature, 1.0)
-    probs = (logits / safe[:, None]).softmax(dim=-1)
+    scaled = logits / safe[:, None]
+    probs = scaled.softmax(dim=-1)
     kept = probs >= cutoff(probs, sampling)
     cdf = torch.where(kept, probs, 0.0).cumsum(dim=-1)
     total = cdf[:, -1:]
     passed = (cdf <= uniform[:, None] * total) & (cdf < total)
-    ids = torch.where(warm, passed.long().sum(dim=-1), logits.argmax(dim=-1))
+    highest = (torch.where(kept, scaled, DROPPED) + noise).argmax(dim=-1)
+    ids = torch.where(warm & (uniform >= 0), passed.long().sum(dim=-1), highest)
     return ids, torch.where(kept, logits, DROPPED)
 
 
@@ -231,13 +236,16 @@ class Head(nn.Module):
             self.confidence = fused_linear(weights, "confidence_head.", ("proj",), torch.float32)
 
     def forward(
-        self, x: Tensor, anchor_ids: Tensor, uniforms: Tensor, *sampling: Tensor
+        self, x: Tensor, anchor_ids: Tensor, uniforms: Tensor, noise: Tensor, *sampling: Tensor
     ) -> tuple[Tensor, ...]:
         """`draft_ids`, `draft_logits` and, where there is such a head, `confidence_logits`."""
         config, g = self.config, self.config.block_size
         packed = self.norm(x)
         hidden = packed.unflatten(0, (-1, g))  # [R, g, d]
         base = self.lm_head(packed).float().unflatten(0, (-1, g))  # [R, g, V']
+        # A width of 1 stands for the same number everywhere.
+        last_column = noise.shape[-1] - 1
+        noise = noise.index_select(-1, torch.arange(base.shape[-1]).clamp(max=last_column))
         ids, logits, embedded = [], [], []
         last = anchor_ids
         state = hidden.new_zeros(1, config.markov_rank).expand(anchor_ids.shape[0], -1)
@@ -248,7 +256,7 @@ class Head(nn.Module):
                 embedded.append(previous)
                 bias, state = self.markov(previous, hidden[:, k], state)
                 scores = scores + bias
-            last, scores = sample(scores, uniforms[:, k], Sampling(*sampling))
+            last, scores = sample(scores, uniforms[:, k], noise[:, k], Sampling(*sampling))
             logits.append(scores)
             if config.reduced:
                 last = F.embedding(last, self.draft_vocab[:, None]).squeeze(-1)
@@ -311,7 +319,7 @@ class Drafter(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`runtime.spec.drafter_inputs` in, `drafter_outputs` out, both in their order."""
-        call, (anchor_ids, *sampling), pools = inputs[:6], inputs[6:12], inputs[12:]
+        call, (anchor_ids, *sampling), pools = inputs[:6], inputs[6:13], inputs[13:]
         x, plan = self.plan(*call, anchor_ids)
         new = []
         for i, layer in enumerate(self.layers):

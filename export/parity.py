@@ -237,6 +237,7 @@ def drafter_parity(
         "block_table": pools.block_table,
         "anchor_ids": torch.randint(vocab_size, (requests,), generator=generator),
         "uniforms": torch.rand(requests, dims.block_size, generator=generator),
+        "noise": torch.zeros(requests, dims.block_size, 1),
         "temperature": torch.zeros(requests),
         "top_k": torch.zeros(requests, dtype=torch.int64),
         "top_p": torch.ones(requests),

@@ -63,8 +63,8 @@ ALIGNMENT = 4096  # of each tensor in the data file, so that it can be mapped
 # first are primes, so that no two dimensions are equal by accident, which the tracer would take for
 # a rule.
 EXAMPLE_SIZES = (
-    {"R": 37, "N": 41, "S": 43, "C": 47, "M": 53, "P": 59, "L": 61},
-    {"R": 2, "N": 3, "S": 5, "C": 7, "M": 11, "P": 13, "L": 17},
+    {"R": 37, "N": 41, "S": 43, "C": 47, "M": 53, "P": 59, "L": 61, "W": 67},
+    {"R": 2, "N": 3, "S": 5, "C": 7, "M": 11, "P": 13, "L": 17, "W": 19},
 )
 
 
@@ -267,7 +267,7 @@ def drafter_to_onnx(drafter: Drafter, dims: DrafterDims, path: Path) -> list[Pat
     """Write the drafter's graph to `path`; returns the files written."""
     inputs, outputs = drafter_inputs(dims), drafter_outputs(dims)
     results = [spec.name for spec in outputs[: len(outputs) - 2 * dims.kv.num_layers]]
-    head_inputs = ("anchor_ids", "uniforms", "temperature", "top_k", "top_p", "min_p")
+    head_inputs = [spec.name for spec in inputs[6 : len(inputs) - 2 * dims.kv.num_layers]]
     return _decoder_graph(drafter, inputs, head_inputs, results).save(path, inputs, outputs)
 
 

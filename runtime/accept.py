@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.randomness import RoundNoise
+from runtime.randomness import RoundNoise, exponentials
 from runtime.request import Request
-from runtime.sampling import Probs, draw, softmax, target_probs
+from runtime.sampling import Probs, draw, race, softmax, target_probs
 
 TargetRow = Callable[[int], Probs]
 
@@ -64,8 +64,14 @@ def accept(
     def target(row: int) -> Probs:
         return target_probs(logits[row], request)
 
-    if request.coupled or draft is None:
-        return accept_equal(ids, lambda row: draw(target(row), noise.tokens[row]))
+    if request.coupled:
+        size = logits.shape[1]
+        return accept_equal(
+            ids,
+            lambda row: race(target(row), exponentials(request.seed, noise.position + row, size)),
+        )
+    if draft is None:
+        return Accepted(0, draw(target(0), noise.tokens[0]))
     assert draft.logits is not None, "a sampled draft comes with its logits"
     draft_probs = softmax(draft.logits / np.float32(request.temperature))
     return accept_rejection(ids, draft_probs, draft.vocab, target, noise)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.kv_blocks import blocks_for
+from runtime.randomness import DraftNoise
 
 Int = NDArray[np.int64]
 
@@ -102,7 +103,7 @@ class DraftSegment:
     context_len: int  # drafter tokens already in the pool
     blocks: list[int]
     anchor_id: int
-    uniforms: NDArray[np.float32]  # [g]
+    noise: DraftNoise
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -121,6 +122,8 @@ def pack_draft(segments: Seq[DraftSegment], block_tokens: int) -> DraftBatch:
     lens = [len(s.features) for s in segments]
     contexts = [s.context_len for s in segments]
     layout = grid(lens)
+    noise = [s.noise.gumbel for s in segments]
+    width = max(n.shape[1] for n in noise)
     inputs: dict[str, NDArray] = {
         "context_features": np.concatenate([s.features for s in segments]),
         "context_position_ids": np.asarray(contexts, np.int64)[layout.request] + layout.column,
@@ -129,7 +132,8 @@ def pack_draft(segments: Seq[DraftSegment], block_tokens: int) -> DraftBatch:
         "context_lens": np.asarray(contexts, np.int64),
         "block_table": table([s.blocks for s in segments], contexts, block_tokens),
         "anchor_ids": np.asarray([s.anchor_id for s in segments], np.int64),
-        "uniforms": np.stack([s.uniforms for s in segments]),
+        "uniforms": np.stack([s.noise.uniforms for s in segments]),
+        "noise": np.stack([np.broadcast_to(n, (n.shape[0], width)) for n in noise]),
         "temperature": np.asarray([s.temperature for s in segments], np.float32),
         "top_k": np.asarray([s.top_k for s in segments], np.int64),
         "top_p": np.asarray([s.top_p for s in segments], np.float32),

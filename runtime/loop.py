@@ -26,7 +26,7 @@ from runtime.kv_blocks import BlockPool
 from runtime.logits import log_probs, processor_for
 from runtime.manifest import Manifest
 from runtime.metrics import Metrics
-from runtime.randomness import draft_uniforms, round_noise
+from runtime.randomness import draft_noise, round_noise
 from runtime.request import FinishReason, Origin, Request
 from runtime.schedule import choose_lengths, parse_policy
 from runtime.sequence import OnOutput, Sequence
@@ -55,6 +55,7 @@ class Loop:
         )
         self._engines = engines
         self._block_tokens = kv.block_tokens
+        self._vocab_size = manifest.verifier.vocab_size
         self._block_size = 0 if manifest.drafter is None else manifest.drafter.block_size
         self._policy = parse_policy(
             config.policy if manifest.drafter is not None else "off", self._block_size
@@ -146,8 +147,12 @@ class Loop:
         ]
         if not sequences:
             return {}
-        noise = draft_uniforms(
-            [s.request for s in sequences], [s.num_computed for s in sequences], self._block_size
+        noise = draft_noise(
+            [s.request for s in sequences],
+            [s.num_computed for s in sequences],
+            self._block_size,
+            self._vocab_size,
+            self._draft_vocab,
         )
         segments = [
             DraftSegment(
@@ -155,13 +160,13 @@ class Loop:
                 context_len=s.num_drafter_computed,
                 blocks=s.blocks,
                 anchor_id=s.token_ids[s.num_computed],
-                uniforms=uniforms,
+                noise=own_noise,
                 temperature=s.request.temperature,
                 top_k=s.request.top_k,
                 top_p=s.request.top_p,
                 min_p=s.request.min_p,
             )
-            for s, uniforms in zip(sequences, noise, strict=True)
+            for s, own_noise in zip(sequences, noise, strict=True)
         ]
         batch = pack_draft(segments, self._block_tokens)
         outputs = drafter.run(batch.inputs)

@@ -1,4 +1,4 @@
-"""From logits to probabilities, and from a uniform to a token.
+"""From logits to probabilities, and from noise to a token.
 
 The target's filters are applied here, in the order temperature, top-k, top-p, min-p.
 """
@@ -52,6 +52,15 @@ def target_probs(logits: NDArray[np.float32], request: Request) -> Probs:
     if request.top_p < 1 or request.min_p > 0:
         probs /= probs.sum()
     return probs
+
+
+def race(weights: NDArray[np.float32], exponentials: NDArray[np.float32]) -> int:
+    """The first index to arrive, each after its exponential over its weight.
+
+    A sample of the weights when `exponentials` [V] are independent exponential(1) numbers (the
+    Gumbel-max trick without logarithms); weights as in `draw`.
+    """
+    return int((weights / exponentials).argmax())
 
 
 def draw(weights: NDArray[np.float32], uniform: float) -> int:

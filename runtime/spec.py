@@ -140,8 +140,10 @@ def drafter_inputs(dims: DrafterDims) -> list[TensorSpec]:
     verifier features, and drafts a block of g tokens after them: the anchor stands at position
     `context_lens[r] + segment_lens[r]`. `context_lens` counts the drafter's tokens already in its
     pool, which shares block ids and tables with the verifier's. `temperature` 0 means argmax;
-    otherwise the draft is the inverse CDF of softmax(draft_logits / temperature) at `uniforms`,
-    after the filters `top_k` (0 keeps all), `top_p` (1 keeps all) and `min_p` (0 keeps all).
+    otherwise a draft follows softmax(draft_logits / temperature) after the filters `top_k` (0 keeps
+    all), `top_p` (1 keeps all) and `min_p` (0 keeps all): it is the inverse CDF at `uniforms` in
+    [0, 1), and where the uniform is below 0 the argmax of draft_logits / temperature + `noise`,
+    one number for each draft token id (W = V', or 1 where no request has any).
     """
     return [
         TensorSpec("context_features", "fp32", ("C", dims.feature_size)),
@@ -152,6 +154,7 @@ def drafter_inputs(dims: DrafterDims) -> list[TensorSpec]:
         TensorSpec("block_table", "int64", ("R", "M")),
         TensorSpec("anchor_ids", "int64", ("R",)),
         TensorSpec("uniforms", "fp32", ("R", dims.block_size)),
+        TensorSpec("noise", "fp32", ("R", dims.block_size, "W")),
         TensorSpec("temperature", "fp32", ("R",)),
         TensorSpec("top_k", "int64", ("R",)),
         TensorSpec("top_p", "fp32", ("R",)),

@@ -62,6 +62,7 @@ def check_golden(run: Run, dims: DrafterDims, head: str) -> None:
                 "block_table": pools.block_table,
                 "anchor_ids": torch.tensor([golden.anchor]),
                 "uniforms": torch.rand(1, dims.block_size, generator=generator),
+                "noise": torch.zeros(1, dims.block_size, 1),
                 "temperature": torch.zeros(1),
                 **NO_FILTERS,
                 **pools.tensors,
@@ -146,6 +147,7 @@ def random_call(dims: DrafterDims, requests: int, temperature: list[float]) -> d
         "block_table": pools.block_table,
         "anchor_ids": torch.arange(requests),
         "uniforms": torch.rand(requests, dims.block_size, generator=generator),
+        "noise": torch.zeros(requests, dims.block_size, 1),
         "temperature": torch.tensor(temperature),
         **{name: value.expand(requests) for name, value in NO_FILTERS.items()},
         **pools.tensors,
@@ -180,6 +182,28 @@ def test_graph_samples_the_inverse_cdf(exported: Path) -> None:
                     assert outputs["draft_ids"][r, k] == vocab[expected], (seed, r, k)
 
 
+def test_graph_takes_the_highest_with_noise(exported: Path) -> None:
+    """Where the uniform is below 0; also beside requests sampled otherwise, and without noise."""
+    manifest = load_manifest(exported / "onnx")
+    dims, vocab = manifest.drafter, np.load(exported / "onnx" / "draft_vocab.npy")
+    assert dims is not None
+    run = onnx_runner(exported / "onnx" / "drafter.onnx")
+    inputs = random_call(dims, requests=3, temperature=[0.7, 0.7, 0.0])
+    plain = run(inputs)["draft_ids"]
+    inputs["uniforms"][0] = -1
+    noise = torch.zeros(3, dims.block_size, dims.draft_vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    noise[0] = -torch.empty(noise[0].shape).exponential_(generator=generator).log()
+    inputs["noise"] = noise
+    outputs = run(inputs)
+    highest = (outputs["draft_logits"][0] / 0.7 + noise[0]).argmax(-1)
+    assert outputs["draft_ids"][0].tolist() == vocab[highest].tolist()
+    assert (outputs["draft_ids"][1:] == plain[1:]).all()
+    inputs["noise"] = torch.zeros(3, dims.block_size, 1)
+    outputs = run(inputs)
+    assert outputs["draft_ids"][0].tolist() == vocab[outputs["draft_logits"][0].argmax(-1)].tolist()
+
+
 def sampling(count: int, temperature: float, **filters: float) -> Sampling:
     values = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters}
     return Sampling(*(torch.tensor(v).expand(count) for v in values.values()))
@@ -189,7 +213,7 @@ def test_sampling_follows_the_distribution() -> None:
     """Frequencies over an even grid of uniforms are the probabilities."""
     logits = torch.tensor([1.0, -1.0, 0.5, -30.0, 2.0])
     uniforms = (torch.arange(10_000) + 0.5) / 10_000
-    drafts, _ = sample(logits.expand(10_000, -1), uniforms, sampling(10_000, 0.8))
+    drafts, _ = sample(logits.expand(10_000, -1), uniforms, torch.zeros(1), sampling(10_000, 0.8))
     frequencies = torch.bincount(drafts, minlength=5) / 10_000
     torch.testing.assert_close(frequencies, (logits / 0.8).softmax(-1), rtol=0, atol=2e-4)
 
@@ -198,10 +222,10 @@ def test_sampling_never_leaves_the_support() -> None:
     """The largest uniform lands on the last token that has any probability."""
     logits = torch.tensor([[0.0, 0.0, -1e9, -1e9], [0.0, -1e9, 0.0, -1e9]])
     below_one = torch.full((2,), float(np.nextafter(np.float32(1), np.float32(0))))
-    assert sample(logits, below_one, sampling(2, 1.0))[0].tolist() == [1, 2]
-    assert sample(logits, torch.zeros(2), sampling(2, 1.0))[0].tolist() == [0, 0]
+    assert sample(logits, below_one, torch.zeros(1), sampling(2, 1.0))[0].tolist() == [1, 2]
+    assert sample(logits, torch.zeros(2), torch.zeros(1), sampling(2, 1.0))[0].tolist() == [0, 0]
     # A double below 1 may round to 1 on its way into the graph.
-    assert sample(logits, torch.ones(2), sampling(2, 1.0))[0].tolist() == [1, 2]
+    assert sample(logits, torch.ones(2), torch.zeros(1), sampling(2, 1.0))[0].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +243,9 @@ def test_sampling_never_leaves_the_support() -> None:
 def test_filters_are_the_targets(filters: dict[str, float], temperature: float) -> None:
     """The draft's distribution is what the target's own filters make of the same logits."""
     logits = torch.randn(200, 320, generator=torch.Generator().manual_seed(0)) * 3
-    _, kept = sample(logits, torch.zeros(200), sampling(200, temperature, **filters))
+    _, kept = sample(
+        logits, torch.zeros(200), torch.zeros(1), sampling(200, temperature, **filters)
+    )
     limits = RequestLimits(320, 512, 1, 1, 1)
     fields = {"prompt_ids": [1], "temperature": temperature, **filters}
     request = validate_request(fields, limits)
@@ -233,5 +259,5 @@ def test_filters_are_the_targets(filters: dict[str, float], temperature: float) 
 
 def test_filters_that_keep_more_than_the_candidates_keep_all() -> None:
     logits = torch.zeros(1, 320)
-    _, kept = sample(logits, torch.zeros(1), sampling(1, 1.0, top_k=CANDIDATES + 1))
+    _, kept = sample(logits, torch.zeros(1), torch.zeros(1), sampling(1, 1.0, top_k=CANDIDATES + 1))
     assert (kept == logits).all()

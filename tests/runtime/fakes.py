@@ -181,14 +181,21 @@ class FakeDrafter(_Pool):
             history.append(int(inputs["anchor_ids"][r]))
             for k in range(BLOCK_SIZE):
                 ids[r, k], logits[r, k] = self._propose(
-                    history, float(inputs["temperature"][r]), float(inputs["uniforms"][r, k])
+                    history,
+                    float(inputs["temperature"][r]),
+                    float(inputs["uniforms"][r, k]),
+                    inputs["noise"][r, k],
                 )
                 history.append(int(ids[r, k]))
             start += length
         return {"draft_ids": ids, "draft_logits": logits}
 
     def _propose(
-        self, history: list[int], temperature: float, uniform: float
+        self,
+        history: list[int],
+        temperature: float,
+        uniform: float,
+        noise: NDArray[np.float32],
     ) -> tuple[int, NDArray[np.float32]]:
         logits = target_logits(tuple(history))
         if temperature == 0:
@@ -198,7 +205,10 @@ class FakeDrafter(_Pool):
             return token, logits
         tilt = np.roll(logits, 1) * np.float32(1 - self._agreement)
         logits = logits + tilt
-        return draw(softmax(logits / np.float32(temperature)), uniform), logits
+        scaled = logits / np.float32(temperature)
+        if uniform < 0:
+            return int((scaled + noise).argmax()), logits
+        return draw(softmax(scaled), uniform), logits
 
 
 def manifest(with_drafter: bool = True) -> Manifest:

@@ -26,9 +26,9 @@ from scipy import stats
 
 from runtime.accept import Draft, accept, accept_equal, accept_rejection
 from runtime.logits import LogitsProcessor, processor_for
-from runtime.randomness import RoundNoise, Stream, round_noise, uniforms
+from runtime.randomness import RoundNoise, Stream, draft_noise, exponentials, round_noise, uniforms
 from runtime.request import Request, RequestLimits, validate_request
-from runtime.sampling import draw, softmax, target_probs
+from runtime.sampling import draw, race, softmax, target_probs
 from tests.runtime.fakes import FakeTokenizer, ruled_logits
 
 END = 5  # ends an answer
@@ -430,7 +430,9 @@ class TestRejection:
         ids, noises = np.stack(drafts, 1), zip(np.stack(coins, 1), np.stack(tokens, 1), strict=True)
         out: list[int] = []
         for seed, noise in enumerate(noises):
-            result = accept_rejection(ids[seed], q, case.vocab, lambda _: p, RoundNoise(*noise))
+            result = accept_rejection(
+                ids[seed], q, case.vocab, lambda _: p, RoundNoise(*noise, PROMPT_END + 1)
+            )
             out += [*ids[seed, : result.num_accepted].tolist(), result.next_token]
             if len(out) > SAMPLES:
                 break
@@ -452,7 +454,9 @@ class TestRejection:
     def test_q_equal_to_p_accepts_everything(self) -> None:
         p = CASES["q equal to p"].p[:BLOCK]
         ids = np.arange(BLOCK)
-        noise = RoundNoise(np.full(BLOCK, 1 - 2**-24, np.float32), np.zeros(BLOCK + 1, np.float32))
+        noise = RoundNoise(
+            np.full(BLOCK, 1 - 2**-24, np.float32), np.zeros(BLOCK + 1, np.float32), 0
+        )
         result = accept_rejection(ids, p, None, lambda row: p[row % BLOCK], noise)
         assert result.num_accepted == BLOCK
 
@@ -479,13 +483,13 @@ class TestRejection:
             return np.array([0, 1], np.float32)
 
         q = np.full((3, 2), 0.5, np.float32)
-        noise = RoundNoise(np.full(3, 0.5, np.float32), np.full(4, 0.5, np.float32))
+        noise = RoundNoise(np.full(3, 0.5, np.float32), np.full(4, 0.5, np.float32), 0)
         assert accept_rejection(np.array([1, 0, 1]), q, None, target, noise) == (1, 1)
         assert asked == [0, 1]
 
 
 def noise_of_one(coin: float, token: float) -> RoundNoise:
-    return RoundNoise(np.array([coin], np.float32), np.array([token, token], np.float32))
+    return RoundNoise(np.array([coin], np.float32), np.array([token, token], np.float32), 0)
 
 
 def assert_acceptance_is_one_minus_distance(case: Case, num_accepted: int) -> None:
@@ -558,25 +562,58 @@ class TestCoupled:
             def draft_row(anchor: int, token: int, seed: int = seed) -> NDArray[np.int64]:
                 ids = []
                 for k in range(1, BLOCK + 1):
-                    token = draw(case.p[token], float(uniforms(seed, anchor + k, Stream.COUPLED)))
+                    token = race(case.p[token], exponentials(seed, anchor + k, V))
                     ids.append(token)
                 return np.array(ids)
 
             _, num_accepted = decode(case, case.request(seed, "coupled"), 8, draft_row)
             assert num_accepted == 6  # two rounds of a full block and one token
 
+    @pytest.mark.parametrize("name", ["q far from p", "top-p", "reduced"])
+    def test_draft_and_target_agree_as_often_as_a_race_lets_them(self, name: str) -> None:
+        """At least (1 - d) / (1 + d), d the distance of p and q."""
+        case = REDUCED if name == "reduced" else CASES[name]
+        request = case.request(0, "coupled")
+        width = V if case.vocab is None else len(case.vocab)
+        vocab = np.arange(V) if case.vocab is None else case.vocab
+        num_seeds, equal = 2000, 0
+        for seed in range(num_seeds):
+            noise = draft_noise([replace(request, seed=seed)], [PROMPT_END], 1, V, case.vocab)[0]
+            assert noise.gumbel.shape == (1, width)
+            assert noise.uniforms[0] < 0
+            scaled = case.draft_logits[FIRST_ANCHOR] / np.float32(case.temperature)
+            drafted = vocab[int((scaled + noise.gumbel[0]).argmax())]
+            own = accept(
+                replace(request, seed=seed),
+                None,
+                noise_for(request, PROMPT_END, 0),
+                case.target_logits[[FIRST_ANCHOR]],
+            )
+            equal += int(own.next_token == drafted)
+        p, q = reference_probs(case)[FIRST_ANCHOR], case.q_in_target_ids[FIRST_ANCHOR]
+        distance = np.abs(p - q).sum() / 2
+        bound = (1 - distance) / (1 + distance)
+        error = math.sqrt(bound * (1 - bound) / num_seeds)
+        assert equal / num_seeds > bound - SIGMAS * error
+        assert equal / num_seeds < 1 - distance + SIGMAS * error
+
     def test_over_seeds_the_tokens_have_the_targets_joint_distribution(self) -> None:
         case = CASES["all filters"]
         tokens = [np.full(SAMPLES, FIRST_ANCHOR)]
         for k in range(1, 4):
-            noise = column(PROMPT_END + k, Stream.COUPLED, 0)
-            tokens.append(inverse_cdf(case.p, tokens[-1], noise))
+            # Many samples from each of a few seeds: a generator a sample would take minutes.
+            noise = [exponentials(s, PROMPT_END + k, 1000 * V) for s in range(SAMPLES // 1000)]
+            tokens.append((case.p[tokens[-1]] / np.reshape(noise, (-1, V))).argmax(1))
         joint = np.stack(tokens[1:], 1)
         assert chi_square_p(joint, chain(case, reference_probs(case), 3)) > FALSE_ALARM
         for seed in range(100):
             request = case.request(seed, "coupled")
             result, _ = decode(case, request, 3, lambda *_: np.zeros(BLOCK, np.int64))
-            assert result == joint[seed].tolist()
+            expected, token = [], FIRST_ANCHOR
+            for k in range(1, 4):
+                token = race(case.p[token], exponentials(seed, PROMPT_END + k, V))
+                expected.append(token)
+            assert result == expected
 
 
 class TestGreedy:

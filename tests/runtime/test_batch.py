@@ -17,6 +17,7 @@ from runtime.batch import (
     table,
 )
 from runtime.kv_blocks import blocks_for
+from runtime.randomness import DraftNoise
 from runtime.spec import DrafterDims, KvDims, VerifierDims, drafter_inputs, verifier_inputs
 
 BLOCK_TOKENS = 4
@@ -123,6 +124,7 @@ def test_verify_batches(shapes: list[tuple[int, int, int]]) -> None:
 @given(shapes=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=6))
 def test_draft_batches(shapes: list[tuple[int, int]]) -> None:
     random = np.random.default_rng(len(shapes))
+    gumbel = [random.random((3, 8 if r == 1 else 1), np.float32) for r in range(len(shapes))]
     segments = [
         DraftSegment(
             features=random.normal(size=(new, 6)).astype(np.float32),
@@ -133,7 +135,7 @@ def test_draft_batches(shapes: list[tuple[int, int]]) -> None:
             top_k=r,
             top_p=1 / (r + 1),
             min_p=0.1 * r,
-            uniforms=random.random(3).astype(np.float32),
+            noise=DraftNoise(random.random(3).astype(np.float32), gumbel[r]),
         )
         for r, (context, new) in enumerate(shapes)
     ]
@@ -141,6 +143,7 @@ def test_draft_batches(shapes: list[tuple[int, int]]) -> None:
     inputs = batch.inputs
     dims = DrafterDims(KvDims(1, 1, 2, BLOCK_TOKENS, "fp32"), 6, 3, 8, False)
     specs = drafter_inputs(dims)[:-2]
+    width = max(rows.shape[1] for rows in gumbel)
     assert list(inputs) == [s.name for s in specs]
     numpy_dtypes = {"int64": np.int64, "fp32": np.float32}
     assert all(inputs[s.name].dtype == numpy_dtypes[s.dtype] for s in specs)
@@ -152,7 +155,8 @@ def test_draft_batches(shapes: list[tuple[int, int]]) -> None:
         assert inputs["anchor_ids"][r] == segment.anchor_id
         for name in ("temperature", "top_k", "top_p", "min_p"):
             assert inputs[name][r] == inputs[name].dtype.type(getattr(segment, name))
-        np.testing.assert_array_equal(inputs["uniforms"][r], segment.uniforms)
+        np.testing.assert_array_equal(inputs["uniforms"][r], segment.noise.uniforms)
+        np.testing.assert_array_equal(inputs["noise"][r], np.broadcast_to(gumbel[r], (3, width)))
         for c in range(len(segment.features)):
             position = segment.context_len + c
             block = segment.blocks[position // BLOCK_TOKENS]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from runtime.randomness import Stream, draft_uniforms, philox, round_noise, uniforms
+from runtime.randomness import Stream, draft_noise, exponentials, philox, round_noise, uniforms
 from runtime.request import Request
 from tests.runtime.fakes import make_request
 
@@ -112,12 +112,18 @@ def requests() -> list[Request]:
 def test_draft_noise_knows_its_round_except_where_it_is_coupled() -> None:
     """Coupled drafts must meet the target's noise whichever round drafted them; the others must
     not meet noise that an earlier round has shown."""
-    plain, greedy, coupled, same_seed = draft_uniforms(requests(), [10, 20, 30, 30], 3)
+    vocab = np.array([0, 2, 5])
+    plain, greedy, coupled, same_seed = draft_noise(requests(), [10, 20, 30, 30], 3, 8, vocab)
     at = np.arange(11, 14)
-    np.testing.assert_array_equal(plain, uniforms(2**64 - 1, at, Stream.DRAFT, 10))
-    np.testing.assert_array_equal(greedy, np.zeros(3))
-    np.testing.assert_array_equal(coupled, uniforms(3, at + 20, Stream.COUPLED))
-    np.testing.assert_array_equal(same_seed, uniforms(3, at + 20, Stream.DRAFT, 30))
+    np.testing.assert_array_equal(plain.uniforms, uniforms(2**64 - 1, at, Stream.DRAFT, 10))
+    np.testing.assert_array_equal(greedy.uniforms, np.zeros(3))
+    np.testing.assert_array_equal(same_seed.uniforms, uniforms(3, at + 20, Stream.DRAFT, 30))
+    for noise in (plain, greedy, same_seed):
+        np.testing.assert_array_equal(noise.gumbel, np.zeros((3, 1)))
+    assert (coupled.uniforms < 0).all()
+    for k in range(3):
+        expected = -np.log(exponentials(3, 31 + k, 8)[vocab])
+        np.testing.assert_array_equal(coupled.gumbel[k], expected)
 
 
 def test_round_noise_gives_each_request_its_own_streams() -> None:
@@ -127,8 +133,9 @@ def test_round_noise_gives_each_request_its_own_streams() -> None:
     np.testing.assert_array_equal(plain.coins, uniforms(seed, [11, 12], Stream.ACCEPT, 10))
     np.testing.assert_array_equal(plain.tokens[:2], uniforms(seed, [11, 12], Stream.RESIDUAL))
     assert plain.tokens[2] == uniforms(seed, 13, Stream.TARGET)
-    assert greedy.coins.size == greedy.tokens.size == 0
-    np.testing.assert_array_equal(coupled.tokens, uniforms(3, [31, 32], Stream.COUPLED))
+    for noise in (greedy, coupled):
+        assert noise.coins.size == noise.tokens.size == 0
+    assert (plain.position, greedy.position, coupled.position, none.position) == (11, 21, 31, 41)
     assert none.coins.size == 0
     np.testing.assert_array_equal(none.tokens, uniforms(3, [41], Stream.TARGET))
 
@@ -136,4 +143,17 @@ def test_round_noise_gives_each_request_its_own_streams() -> None:
 def test_a_batch_of_greedy_requests_needs_no_noise() -> None:
     greedy = requests()[1:2]
     assert round_noise(greedy, [5], [2])[0].tokens.size == 0
-    assert not draft_uniforms(greedy, [5], 4).any()
+    assert not draft_noise(greedy, [5], 4, 8, None)[0].uniforms.any()
+
+
+def test_exponentials_are_exponential_and_of_one_seed_and_position() -> None:
+    """Kolmogorov-Smirnov on 200,000 numbers, false alarm 1e-6; a prefix does not depend on the
+    count, and neighbours in seed, position and token are uncorrelated."""
+    numbers = exponentials(7, 3, 200_001)
+    assert stats.kstest(numbers, "expon").pvalue > 1e-6
+    first = [exponentials(seed, 3, 1)[0] for seed in range(5000)]
+    assert stats.kstest(first, "expon").pvalue > 1e-6
+    assert numbers.min() > 0
+    np.testing.assert_array_equal(exponentials(7, 3, 1000), numbers[:1000])
+    for other in (exponentials(8, 3, 200_001), exponentials(7, 4, 200_001), np.roll(numbers, 1)):
+        assert abs(np.corrcoef(numbers, other)[0, 1]) < 5 / np.sqrt(200_000)
