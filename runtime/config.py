@@ -43,6 +43,7 @@ class RuntimeConfig:
 
     # Health
     stall_timeout_s: float = 60.0  # no finished step for this long, with work waiting, is unhealthy
+    drain_timeout_s: float = 30.0  # what running requests get to finish when the server is stopped
 
     def __post_init__(self) -> None:
         positive = (
@@ -54,6 +55,7 @@ class RuntimeConfig:
             "default_max_tokens",
             "request_timeout_s",
             "stall_timeout_s",
+            "drain_timeout_s",
         )
         for name in positive:
             if not getattr(self, name) > 0:

@@ -17,7 +17,14 @@ from runtime.config import ConfigError, RuntimeConfig
 from runtime.manifest import ManifestError
 from triton_repo.contract import MODEL_NAME
 from triton_repo.package import PackageError, package
-from triton_repo.server import Address, ServerError, TritonServer
+from triton_repo.server import (
+    ADMIN_ENDPOINTS,
+    ADMIN_HEADER,
+    GRPC_HEADER_PREFIX,
+    Address,
+    ServerError,
+    TritonServer,
+)
 
 _WATCH_PERIOD_S = 0.5
 
@@ -52,6 +59,13 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             metavar="PORT",
             help=f"for {protocol} (default: %(default)s)",
         )
+    parser.add_argument(
+        "--admin-key",
+        default="",
+        metavar="KEY",
+        help=f"opens Triton's endpoints {ADMIN_ENDPOINTS} to requests with the header "
+        f"{ADMIN_HEADER}: KEY, over gRPC {GRPC_HEADER_PREFIX}{ADMIN_HEADER} (default: closed)",
+    )
     options = parser.add_argument_group("decoder options (units are in the names)")
     for field in dataclasses.fields(RuntimeConfig):
         options.add_argument(
@@ -86,10 +100,10 @@ def run_package(args: argparse.Namespace) -> int:
 def run_serve(args: argparse.Namespace) -> int:
     """`dspark serve`: returns when told to stop (0) or when the server cannot run (1)."""
     work_dir = args.build_dir / args.name
-    stop = threading.Event()
+    stop, hurry = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
+        (hurry if stop.is_set() else stop).set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
@@ -98,14 +112,15 @@ def run_serve(args: argparse.Namespace) -> int:
             **{f.name: getattr(args, f.name) for f in dataclasses.fields(RuntimeConfig)}
         )
         address = Address(args.host, args.http_port, args.grpc_port, args.metrics_port)
-        _serve(TritonServer(work_dir / "repository", work_dir, address, config), stop)
+        server = TritonServer(work_dir / "repository", work_dir, address, config, args.admin_key)
+        _serve(server, stop, hurry)
     except (ConfigError, ServerError, OSError) as error:
         print(f"dspark serve: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _serve(server: TritonServer, stop: threading.Event) -> None:
+def _serve(server: TritonServer, stop: threading.Event, hurry: threading.Event) -> None:
     started_s = time.monotonic()
     print(f"starting Triton on {server.repository} (log: {server.log_path})", flush=True)
     try:
@@ -117,8 +132,8 @@ def _serve(server: TritonServer, stop: threading.Event) -> None:
             if server.exit_code() is not None:
                 raise ServerError(f"the server ended: {server.last_words()}")
     finally:
-        print("stopping", flush=True)
-        server.stop()
+        print("stopping once running requests have ended; again: at once", flush=True)
+        server.stop(hurry)
 
 
 def _announce(address: Address, ready_s: float) -> None:

@@ -8,10 +8,12 @@ them); DSPARK_CONFIG names a JSON file of RuntimeConfig overrides.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from runtime.decoder import Decoder  # noqa: E402
 from runtime.metrics import HISTOGRAMS  # noqa: E402
 from triton_repo.bridge import Answer, Bridge, Failure  # noqa: E402
 from triton_repo.contract import OUTPUTS  # noqa: E402
+from triton_repo.watchdog import BEAT, GOODBYE  # noqa: E402
 
 _ERROR_CODES = {  # attributes of TritonError, which does not exist before `initialize`
     "invalid": "INVALID_ARG",
@@ -133,6 +136,22 @@ def _check_numpy() -> None:
         )
 
 
+class Watchdog:
+    """Tells `triton_repo.watchdog` that this process lives."""
+
+    def __init__(self, timeout_s: float) -> None:
+        python = os.environ.get("DSPARK_PYTHON", "python3")
+        script = HERE / "triton_repo" / "watchdog.py"
+        command = [python, str(script), str(os.getppid()), str(timeout_s)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+
+    def beat(self, sign: bytes = BEAT) -> None:
+        """Write a sign of life, or of farewell."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(sign)
+
+
 def _end_server() -> None:
     """End the tritonserver that started this stub.
 
@@ -155,13 +174,15 @@ class TritonPythonModel:
         decoder = Decoder(HERE / "engines", HERE / "tokenizer", config)
         _ = decoder.tokenizer.has_chat_template  # loads it now, not in the first request
         metrics = MetricsExport()
+        self._watchdog = Watchdog(config.stall_timeout_s)
 
-        def export() -> None:
+        def on_tick() -> None:
+            self._watchdog.beat()
             metrics.update(decoder.metrics() | self._bridge.metrics())
             metrics.observe(decoder.take_observations())
 
         self._bridge = Bridge(
-            decoder, config.max_prompt_bytes, on_tick=export, on_death=_end_server
+            decoder, config.max_prompt_bytes, on_tick=on_tick, on_death=_end_server
         )
 
     def execute(self, requests: list[Any]) -> None:
@@ -174,3 +195,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End every request and free the engines."""
         self._bridge.close()
+        self._watchdog.beat(GOODBYE)

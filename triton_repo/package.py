@@ -24,7 +24,7 @@ from runtime.manifest import FILE_NAME, Manifest, hash_file, load_manifest, toke
 from triton_repo.contract import MODEL_NAME, UNARY_MODEL_NAME, render_config
 
 _SOURCES = Path(__file__).parent
-_BRIDGE_FILES = ("__init__.py", "bridge.py", "contract.py")  # what model.py imports from here
+_BRIDGE_FILES = ("__init__.py", "bridge.py", "contract.py", "watchdog.py")  # model.py's
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import os
 import re
 import resource
+import secrets
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -23,12 +27,17 @@ from triton_repo.contract import MODEL_NAME
 from triton_repo.installation import InstallationError, prepare_installation
 
 READY_TIMEOUT_S = 300.0  # large engines take long to load
-EXIT_TIMEOUT_S = 10  # what the server gives its models to end
-STOP_TIMEOUT_S = EXIT_TIMEOUT_S + 5.0
+UNLOAD_TIMEOUT_S = 10.0  # what models get to end, once no request runs or the time is over
+ADMIN_HEADER = "dspark-admin-key"
+GRPC_HEADER_PREFIX = "triton-grpc-protocol-"  # that Triton puts before it for gRPC
+# Endpoints that change the server or reach its memory; clients of a model need none of them.
+ADMIN_ENDPOINTS = "model-repository,shared-memory,trace,logging"
 # Triton's HTTP threads copy a whole JSON body to their stack, so one larger than that kills the
 # server. With the usual 8 MB, 10 MB of prompt would. Only address space is taken, not memory.
 HTTP_STACK_BYTES = 256 << 20
 _POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 _QUOTED_LINES = 5
 
 
@@ -101,6 +110,7 @@ class TritonServer:
         work_dir: Path,
         address: Address | None = None,
         config: RuntimeConfig | None = None,
+        admin_key: str = "",
     ) -> None:
         """Describe the server; nothing happens before `start`.
 
@@ -109,12 +119,15 @@ class TritonServer:
             work_dir: for the log, the backend folder and the configuration.
             address: where to listen.
             config: of the decoder.
+            admin_key: value of the header ADMIN_HEADER that opens ADMIN_ENDPOINTS; one that nobody
+                knows when empty.
         """
         self.repository = repository
         self.address = address or Address()
         self.log_path = work_dir / "serve.log"
         self._work_dir = work_dir
         self._config = config or RuntimeConfig()
+        self._admin_key = admin_key or secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> TritonServer:
@@ -160,7 +173,9 @@ class TritonServer:
             f"--backend-directory={installation.backends}",
             "--model-control-mode=none",
             "--disable-auto-complete-config",
-            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--exit-timeout-secs={math.ceil(self._config.drain_timeout_s)}",
+            f"--http-restricted-api={ADMIN_ENDPOINTS}:{ADMIN_HEADER}={self._admin_key}",
+            f"--grpc-restricted-protocol={ADMIN_ENDPOINTS}:{ADMIN_HEADER}={self._admin_key}",
         ]
         for protocol, port in self.address.ports.items():
             command += [f"--{protocol}-address={self.address.host}", f"--{protocol}-port={port}"]
@@ -168,6 +183,7 @@ class TritonServer:
             **os.environ,
             **installation.environment,
             "DSPARK_CONFIG": str(config_path.resolve()),
+            "DSPARK_PYTHON": sys.executable,
         }
         with self.log_path.open("wb") as log, _stack_limit(HTTP_STACK_BYTES):
             self._process = subprocess.Popen(
@@ -177,6 +193,7 @@ class TritonServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a terminal's Ctrl-C is ours to handle
+                preexec_fn=_end_with_parent,
             )
 
     def wait_until_ready(
@@ -219,18 +236,29 @@ class TritonServer:
         quoted = " | ".join(telling[-_QUOTED_LINES:]) or "it said nothing"
         return f"{quoted} (log: {self.log_path})"
 
-    def stop(self) -> None:
-        """End the server and everything it started; may be called again."""
+    def stop(self, hurry: threading.Event | None = None) -> None:
+        """End the server and everything it started; may be called again.
+
+        New requests are refused and running ones get `drain_timeout_s` to finish, unless `hurry`
+        is set, before or meanwhile.
+        """
         if self._process is None:
             return
         process, self._process = self._process, None
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
+        deadline_s = time.monotonic() + self._config.drain_timeout_s + UNLOAD_TIMEOUT_S
+        hurry = hurry or threading.Event()
+        while process.poll() is None and time.monotonic() < deadline_s and not hurry.wait(_POLL_S):
+            pass
         # Stubs of a server that died or hangs stay behind in its process group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _end_with_parent() -> None:
+    """In the server's process, before it starts: have it stopped when this one is killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _is_telling(line: str) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +55,25 @@ def free_address() -> Address:
     for s in sockets:
         s.close()
     return Address("127.0.0.1", *ports)
+
+
+def living_processes(group: int) -> list[int]:
+    """Processes of a group; those that ended and were not waited for yet do not count."""
+    living = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                living.append(int(path.parent.name))
+    return living
+
+
+def eventually(condition: Callable[[], Any], within_s: float = 10) -> None:
+    """Wait until the condition holds."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"did not happen within {within_s} s"
+        time.sleep(0.05)
 
 
 def post(address: Address, endpoint: str, body: bytes) -> Any:

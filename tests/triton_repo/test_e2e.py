@@ -10,33 +10,40 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tritonclient.grpc as grpc
 
 from runtime.config import RuntimeConfig
 from tests.triton_repo.clients import (
     GrpcStream,
     RefusedError,
     Reply,
+    eventually,
     free_address,
     generate,
     generate_stream,
     infer,
+    living_processes,
     metrics,
     post,
 )
 from triton_repo.bridge import HOUSEKEEPING_PERIOD_S
 from triton_repo.package import package
-from triton_repo.server import Address, TritonServer
+from triton_repo.server import ADMIN_HEADER, GRPC_HEADER_PREFIX, Address, TritonServer
 
 pytestmark = pytest.mark.slow
 
 CONTEXT_TOKENS = 512  # of the tiny model
+ADMIN_KEY = "open-sesame"
 CONFIG = RuntimeConfig(kv_cache_mb=64, num_threads=1)
 
 
@@ -44,7 +51,7 @@ CONFIG = RuntimeConfig(kv_cache_mb=64, num_threads=1)
 def server(tiny_pair_build: Path) -> Iterator[TritonServer]:
     build = tiny_pair_build
     package(build)
-    with TritonServer(build / "repository", build, free_address(), CONFIG) as running:
+    with TritonServer(build / "repository", build, free_address(), CONFIG, ADMIN_KEY) as running:
         yield running
 
 
@@ -65,13 +72,6 @@ def settled_metrics(address: Address) -> Counter[str]:
     """Metrics once the last exports have happened."""
     time.sleep(2 * HOUSEKEEPING_PERIOD_S)
     return metrics(address)
-
-
-def eventually(condition: Callable[[], Any], within_s: float = 10) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"did not happen within {within_s} s"
-        time.sleep(0.05)
 
 
 def test_generate_takes_and_gives_plain_json(address: Address) -> None:
@@ -398,31 +398,95 @@ def test_many_streams_end_exactly_once_with_the_text_of_a_lone_request(
     assert resident_bytes(server) < 1.05 * resident_before
 
 
-def test_ctrl_c_leaves_no_process(tiny_build: Path) -> None:
-    """Without a drafter, too, a model is served."""
-    package(tiny_build)
+def test_endpoints_that_change_the_server_are_closed(
+    server: TritonServer, address: Address
+) -> None:
+    url = f"{address.http_url}/v2/repository/index"
+    for headers, status in (({}, 403), ({ADMIN_HEADER: "guess"}, 403)):
+        request = urllib.request.Request(url, b"{}", headers)
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(request, timeout=10)
+        assert refusal.value.code == status
+    with grpc.InferenceServerClient(f"{address.client_host}:{address.grpc_port}") as client:
+        assert client.is_server_ready()
+        with pytest.raises(grpc.InferenceServerException, match="restricted"):
+            client.register_system_shared_memory("mine", "/dev/shm/x", 8)
+        opened = client.get_model_repository_index(
+            headers={GRPC_HEADER_PREFIX + ADMIN_HEADER: ADMIN_KEY}
+        )
+    assert {model.name for model in opened.models} == {"dspark", "dspark_unary"}
+
+
+@contextmanager
+def serving(build: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], Address, str]]:
+    """`dspark serve` in a process of its own, where it listens, and the command it suggests."""
+    package(build)
     address = free_address()
-    command = [sys.executable, "-m", "cli.main", "serve", "--name", tiny_build.name]
-    command += ["--build-dir", str(tiny_build.parent), "--num-threads", "1"]
+    command = [sys.executable, "-m", "cli.main", "serve", "--name", build.name, *options]
+    command += ["--build-dir", str(build.parent), "--num-threads", "1"]
     for protocol, port in address.ports.items():
         command += [f"--{protocol}-port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serve:
-        assert serve.stdout is not None
-        lines = [serve.stdout.readline()]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        lines = [run.stdout.readline()]
         while "curl" not in lines[-1]:
-            lines.append(serve.stdout.readline())
+            lines.append(run.stdout.readline())
             assert lines[-1], f"dspark serve ended early: {lines}"
+        (group,) = {os.getpgid(pid) for pid in children_of(run.pid)}
+        yield run, address, lines[-1]
+    eventually(lambda: not living_processes(group))  # the server, its stubs and their watchdog
+
+
+LONG = {"prompt_ids": [5], "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+def test_sigterm_lets_running_requests_finish_and_leaves_no_process(tiny_build: Path) -> None:
+    """Without a drafter, too, a model is served."""
+    with serving(tiny_build) as (serve, address, suggested):
         shown = subprocess.run(
-            lines[-1], shell=True, capture_output=True, text=True, check=True, timeout=60
+            suggested, shell=True, capture_output=True, text=True, check=True, timeout=60
         )
         assert '"text_output"' in shown.stdout
-        (group,) = {
-            os.getpgid(pid) for pid in children_of(serve.pid)
-        }  # the server and its stubs, in a group of their own
-        serve.send_signal(signal.SIGINT)
-        assert serve.wait(timeout=30) == 0
-    with pytest.raises(ProcessLookupError):
-        os.killpg(group, 0)
+        with GrpcStream(address) as running, GrpcStream(address) as late:
+            running.send(**LONG)
+            running.next_response()
+            serve.send_signal(signal.SIGTERM)
+            eventually(lambda: not is_accepted(late))
+            result, final = running.next_response()
+            while not final:
+                result, final = running.next_response()
+            assert result.as_numpy("finish_reason").item() == b"length"
+        assert serve.wait(timeout=60) == 0
+
+
+def is_accepted(stream: GrpcStream) -> bool:
+    try:
+        stream.ask(prompt_ids=[5], max_tokens=1)
+    except RefusedError:
+        return False
+    return True
+
+
+def test_a_killed_decoder_ends_the_streams_and_the_server(tiny_build: Path) -> None:
+    """Triton alone would go on calling itself ready, and the streams would wait for ever."""
+    with serving(tiny_build) as (serve, address, _), GrpcStream(address) as stream:
+        stream.send(**LONG)
+        stream.next_response()
+        (server_pid,) = children_of(serve.pid)
+        (decoder,) = (pid for pid in children_of(server_pid) if "/dspark/1" in command_of(pid))
+        os.kill(decoder, signal.SIGKILL)
+        with pytest.raises(RefusedError):  # noqa: PT012
+            while not stream.next_response()[1]:
+                pass
+        assert serve.stderr is not None
+        assert serve.wait(timeout=30) == 1
+        assert "the decoder's process died: ending the server" in serve.stderr.read()
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
 def resident_bytes(server: TritonServer) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.triton_repo.clients import free_address
+from tests.triton_repo.clients import eventually, free_address, living_processes
 from triton_repo.server import Address, ServerError, TritonServer
 
 
@@ -66,3 +68,32 @@ def test_model_that_cannot_load_is_quoted(repository: Path, tmp_path: Path) -> N
         pass
     assert launcher.exit_code() is None  # stopped, and may be stopped again
     launcher.stop()
+
+
+@pytest.mark.slow
+def test_the_server_ends_when_its_launcher_is_killed(repository: Path, tmp_path: Path) -> None:
+    """Whoever killed it with SIGKILL would find the ports taken and the memory full."""
+    (repository / "dspark" / "1" / "model.py").write_text(
+        "import os, sys\n"
+        "sys.path.insert(0, os.environ['DSPARK_SITE_PACKAGES'])\n"
+        "class TritonPythonModel:\n"
+        "    def execute(self, requests): pass\n"
+    )
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from triton_repo.server import Address, TritonServer\n"
+        "address = Address('127.0.0.1', *map(int, sys.argv[3:]))\n"
+        "server = TritonServer(Path(sys.argv[1]), Path(sys.argv[2]), address)\n"
+        "server.__enter__(); print(server.pid, flush=True); time.sleep(600)\n"
+    )
+    ports = [str(port) for port in free_address().ports.values()]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(repository), str(tmp_path), *ports],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        group = int(launcher.stdout.readline())
+        assert living_processes(group)
+        launcher.kill()
+    eventually(lambda: not living_processes(group), within_s=30)
