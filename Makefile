@@ -11,6 +11,8 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 ARGS ?=
+CONCURRENCY ?= 1:8
+POLICIES ?= off,fixed
 PYTHON ?=
 
 DSPARK := .venv/bin/dspark
@@ -18,7 +20,7 @@ DSPARK := .venv/bin/dspark
 INSTALLED := .venv/.installed-$(shell sha256sum pyproject.toml | cut -c 1-16)
 PYTHONS := $(or $(PYTHON),python3.12 python3.11 python3.13 python3)
 
-.PHONY: help install export engines repo serve test clean
+.PHONY: help install export engines repo serve perf test clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -27,7 +29,8 @@ help: ## this list
 	@echo 'MODEL=<Hugging Face folder or .gguf>   the embedded SmolLM2-135M-Instruct when empty'
 	@echo 'NAME=$(NAME)  DTYPE=$(DTYPE) (fp32, fp16, bf16)  DRAFTER=$(DRAFTER)'
 	@echo 'HOST=$(HOST)  HTTP_PORT=$(HTTP_PORT)  GRPC_PORT=$(GRPC_PORT)  METRICS_PORT=$(METRICS_PORT)'
-	@echo 'ARGS=<more options of dspark serve>   PYTHON=<a Python from 3.11 to 3.13 for .venv>'
+	@echo 'ARGS=<more options of dspark serve>   CONCURRENCY=$(CONCURRENCY)   POLICIES=$(POLICIES)'
+	@echo 'PYTHON=<a Python from 3.11 to 3.13 for .venv>'
 
 install: $(INSTALLED) ## make .venv with the pinned dependencies
 
@@ -45,6 +48,9 @@ repo: $(INSTALLED) ## package the model repository from engines that are built
 serve: engines ## all of it, then Triton in the foreground; Ctrl-C stops it
 	$(DSPARK) serve --name $(NAME) --host $(HOST) --http-port $(HTTP_PORT) \
 	  --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(ARGS)
+
+perf: engines ## NVIDIA's perf_analyzer on a server of its own; CONCURRENCY=1:8 POLICIES=off,fixed
+	$(DSPARK) bench perf --name $(NAME) --concurrency $(CONCURRENCY) --policies $(POLICIES)
 
 test: $(INSTALLED) ## lint, format check, type check and tests; needs no GPU
 	.venv/bin/ruff check .

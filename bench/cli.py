@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench import evaluate, peers, stream
+from bench import evaluate, peers, perf, stream
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,3 +16,4 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     peers.add_parser(kinds)
     stream.add_parser(kinds)
+    perf.add_parser(kinds)

@@ -261,7 +261,7 @@ class Decoder:
         for request_id, sequence in self._sequences.items():
             if sequence.arrival_s < oldest:
                 limit = f"{self._config.request_timeout_s:g} s"
-                self._abort(request_id, "error", f"the request took longer than {limit}")
+                self._abort(request_id, "timeout", f"the request took longer than {limit}")
 
     def _abort(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         sequence = self._sequences.get(request_id)

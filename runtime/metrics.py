@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from typing import NamedTuple
+from typing import NamedTuple, get_args
+
+from runtime.request import FinishReason
 
 # What is observed once per answered request: buckets by name, and what it says.
 _SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -31,8 +33,6 @@ HISTOGRAMS = {
         tuple(1 + n / 2 for n in range(15)), "mean tokens per decoding round of a request"
     ),
 }
-# Finished requests by reason, counted from 0 on.
-FINISH_REASONS = ("length", "stop", "eos", "cancelled", "error")
 
 
 class Metrics:
@@ -49,7 +49,7 @@ class Metrics:
         self.accepted_at: Counter[int] = Counter()
         # Taken out by the exporter's thread; without one the oldest are lost.
         self.observations: deque[tuple[str, float]] = deque(maxlen=1 << 14)
-        self.counts.update({f"finished_{reason}": 0 for reason in FINISH_REASONS})
+        self.counts.update({f"finished_{reason}": 0 for reason in get_args(FinishReason)})
         self._lap_s = time.perf_counter()
 
     def start_step(self) -> None:

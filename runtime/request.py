@@ -18,7 +18,7 @@ import numpy as np
 
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows fp32; 0 itself means greedy
 
-FinishReason = Literal["length", "stop", "eos", "cancelled", "error"]
+FinishReason = Literal["length", "stop", "eos", "cancelled", "timeout", "error"]
 
 # Where a token came from: a draft token that was accepted, the target's token in place of a
 # rejected one, or the target's token where nothing was rejected.

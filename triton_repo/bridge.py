@@ -156,6 +156,8 @@ class _Reply:
         final = last.finish_reason is not None
         if last.finish_reason == "error":
             return Failure("internal", last.error or "the decoder failed"), True
+        if last.finish_reason == "timeout":
+            return Failure("unavailable", last.error or "the request took too long"), True
         if last.finish_reason == "cancelled":
             return Failure("cancelled", "the request was cancelled"), True
         if not final and not (self._stream and self._text):

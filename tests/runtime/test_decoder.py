@@ -173,7 +173,7 @@ def test_a_request_over_its_time_ends_with_the_limit(make_decoder: Any) -> None:
         request = make_request((1, 2), max_tokens=190, ignore_eos=True)
         decoder.submit(request, waiter)
     final = waiters[-1].wait()
-    assert final.finish_reason == "error"
+    assert final.finish_reason == "timeout"
     assert final.error is not None
     assert "0.001 s" in final.error
 

@@ -318,14 +318,16 @@ def test_full_queue_and_our_own_bugs_end_the_request_too() -> None:
         assert failure.kind == kind
 
 
-def test_a_failed_request_ends_with_its_sentence() -> None:
+@pytest.mark.parametrize(("reason", "kind"), [("error", "internal"), ("timeout", "unavailable")])
+def test_a_failed_request_ends_with_its_sentence(reason: str, kind: Any) -> None:
     decoder, sender = FakeDecoder(), FakeSender()
     with running_bridge(decoder) as bridge:
         bridge.accept(tensors(prompt_ids=[1]), "{}", sender)
         eventually(lambda: decoder.requests)
-        decoder.emit(1, "", "error", "the request took longer than 5 s")
+        decoder.emit(1, "", reason, "the request took longer than 5 s")
         eventually(lambda: sender.finals)
-    assert sender.messages == [Failure("internal", "the request took longer than 5 s")]
+        assert bridge.metrics()[f'failures_total{{kind="{kind}"}}'] == 1
+    assert sender.messages == [Failure(kind, "the request took longer than 5 s")]
 
 
 def test_cancellation_is_seen_at_the_next_output() -> None:
