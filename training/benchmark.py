@@ -68,7 +68,6 @@ def answer_prompts(
     stem: Path,
     chat: ChatFormat,
     engine: GenerationEngine,
-    eos_token_ids: frozenset[int],
 ) -> None:
     """Write the target's answers to the store ``stem``, in the order of ``prompts``; once."""
     if store_paths(stem)[1].is_file():
@@ -90,7 +89,7 @@ def answer_prompts(
                 a=len(request.prompt_ids),
                 t=temperature,
                 mag=False,
-                done=output[-1] in eos_token_ids,
+                done=output[-1] in engine.eos_token_ids,
                 job=number,
             )
             writer.append(ids, meta)

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from runtime.cli import add_model_arguments, run_guarded
+
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Adds defaults to the help, but not where there is none worth naming."""
@@ -35,9 +37,7 @@ def _add_train_data(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--target", type=Path, required=True, help="Hugging Face folder, .gguf file or .whl"
-    )
+    add_model_arguments(parser)
     parser.add_argument(
         "--out", type=Path, required=True, help="path stem; STEM.tok.bin and STEM.meta.jsonl"
     )
@@ -52,7 +52,6 @@ def _add_train_data(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "--max-prompt-tokens", type=int, default=160, help="longest prompt, in tokens"
     )
     parser.add_argument("--seed", type=int, default=0, help="decides every prompt and every draw")
-    _add_device(parser)
     parser.set_defaults(func=run_train_data)
 
 
@@ -93,7 +92,7 @@ def _add_judge(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder")
+    add_model_arguments(parser)
     parser.add_argument("--drafter", type=Path, required=True, help="drafter folder")
     parser.add_argument(
         "--prompts", type=Path, nargs="+", required=True, help='.jsonl files of {"turns": [...]}'
@@ -107,7 +106,7 @@ def _add_judge(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--block-size", type=int, help="draft tokens a round (default: the drafter's own)"
     )
-    _add_device(parser)
+    parser.add_argument("--device", default="cpu", help="torch device of the judged drafter")
     parser.set_defaults(func=run_judge)
 
 
@@ -125,17 +124,17 @@ def _set_threads(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
 
 
+@run_guarded
 def run_train_data(args: argparse.Namespace) -> int:
     """Entry point of ``train-data``."""
-    _set_threads(args)
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
     from training.data import ChatFormat, DataConfig, DataError, generate_data
-    from training.generate import TorchEngine
+    from training.generate import RuntimeEngine
     from training.store import StoreError
-    from training.target import Target, TargetError, materialise_target
 
+    folder = args.build_dir / args.name
     try:
         config = DataConfig(
             num_tokens=args.tokens,
@@ -143,16 +142,14 @@ def run_train_data(args: argparse.Namespace) -> int:
             max_answer_tokens=args.max_answer_tokens,
             seed=args.seed,
         )
-        folder = materialise_target(args.target, args.out.parent / "hf")
-        target = Target.load(folder, (0,), args.device)
         longest = config.max_prompt_tokens + max(
             config.max_answer_tokens, config.max_message_tokens
         )
-        engine = TorchEngine(target.model, target.eos_token_ids, args.slots, longest)
-        chat = ChatFormat(AutoTokenizer.from_pretrained(folder))
+        engine = RuntimeEngine(folder, args.slots, longest, args.threads)
+        chat = ChatFormat(AutoTokenizer.from_pretrained(folder / "hf"))
         with tqdm(total=args.tokens, unit="tok", mininterval=5.0) as bar:
-            total = generate_data(args.out, config, chat, engine, target.eos_token_ids, bar.update)
-    except (DataError, StoreError, TargetError) as error:
+            total = generate_data(args.out, config, chat, engine, bar.update)
+    except (DataError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{total} tokens in {args.out}.tok.bin")
@@ -189,6 +186,7 @@ def run_train(args: argparse.Namespace) -> int:
     return 0
 
 
+@run_guarded
 def run_judge(args: argparse.Namespace) -> int:
     """Entry point of ``judge-drafter``: a table for people, then one line of JSON."""
     _set_threads(args)
@@ -201,19 +199,20 @@ def run_judge(args: argparse.Namespace) -> int:
     from training.data import ChatFormat, DataError
     from training.drafter import DrafterConfigError
     from training.features import CacheError
-    from training.generate import TorchEngine
+    from training.generate import RuntimeEngine
     from training.store import StoreError
     from training.target import Target, TargetError
 
+    folder = args.build_dir / args.name
     reports: dict[str, Any] = {}
     try:
         raw = json.loads((args.drafter / "config.json").read_text(encoding="utf-8"))
         layer_ids = tuple(raw["target_layer_ids"])
-        target = Target.load(args.target, layer_ids, args.device)
+        target = Target.load(folder / "hf", layer_ids, args.device)
         drafter = load_drafter(args.drafter, target.embedding, target.lm_head, args.block_size).to(
             args.device
         )
-        chat = ChatFormat(AutoTokenizer.from_pretrained(args.target))
+        chat = ChatFormat(AutoTokenizer.from_pretrained(folder / "hf"))
         args.work_dir.mkdir(parents=True, exist_ok=True)
         for path in args.prompts:
             prompts = read_prompts(path, args.count)
@@ -223,17 +222,9 @@ def run_judge(args: argparse.Namespace) -> int:
                 stem = (
                     args.work_dir / f"{path.stem}_n{args.count}_m{args.max_tokens}_t{temperature:g}"
                 )
-                # The engine swaps the model's attention, so it gets its own copy.
-                engine = TorchEngine(
-                    Target.load(args.target, layer_ids, args.device).model,
-                    target.eos_token_ids,
-                    args.slots,
-                    longest,
-                )
-                answer_prompts(
-                    prompts, temperature, args.max_tokens, stem, chat, engine, target.eos_token_ids
-                )
-                del engine
+                engine = RuntimeEngine(folder, args.slots, longest, args.threads)
+                answer_prompts(prompts, temperature, args.max_tokens, stem, chat, engine)
+                engine.close()
                 answers.append(cached_answers(stem, target))
             report = judge(drafter, answers[0], answers[1])
             reports[path.stem] = asdict(report) | {

@@ -106,9 +106,8 @@ def finished_jobs(stem: Path) -> set[int]:
 
 
 def invent_messages(
-    jobs: Iterable[Job], config: DataConfig, chat: ChatFormat, engine: GenerationEngine,
-    eos_token_ids: frozenset[int],
-) -> dict[int, str]:  # fmt: skip
+    jobs: Iterable[Job], config: DataConfig, chat: ChatFormat, engine: GenerationEngine
+) -> dict[int, str]:
     """Let the target write the messages of ``jobs``: job number -> message; bad ones are missing.
 
     A message is bad if it is empty or did not end by itself.
@@ -123,7 +122,7 @@ def invent_messages(
     messages: dict[int, str] = {}
     for index, output in engine.generate(requests):
         text = chat.decode(output)
-        if output[-1] in eos_token_ids and text:
+        if output[-1] in engine.eos_token_ids and text:
             messages[wanted[index].number] = text
     return messages
 
@@ -133,7 +132,6 @@ def generate_data(
     config: DataConfig,
     chat: ChatFormat,
     engine: GenerationEngine,
-    eos_token_ids: frozenset[int],
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> int:
     """Append answers to the store ``stem`` until it holds ``config.num_tokens`` tokens.
@@ -152,7 +150,7 @@ def generate_data(
             if not jobs:
                 continue
             invented = invent_messages(
-                [job for job in jobs if job.message is None], config, chat, engine, eos_token_ids
+                [job for job in jobs if job.message is None], config, chat, engine
             )
             asked: list[tuple[Job, GenerationRequest]] = []
             for job in jobs:
@@ -177,7 +175,7 @@ def generate_data(
                         a=len(request.prompt_ids),
                         t=job.temperature,
                         mag=job.message is None,
-                        done=output[-1] in eos_token_ids,
+                        done=output[-1] in engine.eos_token_ids,
                         job=job.number,
                     ),
                 )

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tests.training.tiny import EOS, VOCAB, greedy_answer, tiny_model
+from runtime.request import InvalidRequest
+from tests.training.tiny import EOS, VOCAB, greedy_answer
 from training.data import ChatFormat, DataConfig, generate_data, make_job
-from training.generate import GenerationRequest, TorchEngine, _Slot, common_prefix
+from training.generate import GenerationRequest, RuntimeEngine
 from training.prompts import template_prompt
 from training.store import read_store, store_paths
 
@@ -34,6 +36,8 @@ class FakeTokenizer:
 class FakeEngine:
     """Answers as a function of the request alone; can break down after some answers."""
 
+    eos_token_ids = frozenset([EOS])
+
     def __init__(self, limit: int = 1 << 30) -> None:
         self.limit = limit
         self.answered = 0
@@ -50,48 +54,39 @@ class FakeEngine:
             yield index, [*rng.integers(4, VOCAB, size=count).tolist(), EOS]
 
 
-def test_engine_equals_plain_greedy_decoding() -> None:
-    """More requests than slots, unequal prompts with a common start: refills and moves happen."""
-    model = tiny_model()
+def test_engine_equals_plain_greedy_decoding(tiny_build: Path) -> None:
+    """More requests than slots, unequal prompts with a common start: refills happen."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_build / "hf", dtype=torch.float32).eval()
     rng = np.random.default_rng(1)
-    prompts = [
-        (7, 8, 9, *rng.integers(4, VOCAB, size=n).tolist()) for n in (1, 5, 3, 9, 2, 4, 6)
-    ] + [(7, 8, 9)]
-    limits = [9, 3, 12, 1, 7, 10, 2, 8]
-    wanted = [greedy_answer(model, list(p), m) for p, m in zip(prompts, limits, strict=True)]
-    engine = TorchEngine(model, frozenset([EOS]), slots=3, max_tokens=32)
+    prompts = [(7, 8, 9, *rng.integers(4, 300, size=n).tolist()) for n in (1, 5, 3, 9, 2, 4, 6)]
+    limits = [9, 3, 12, 1, 7, 10, 2]
+    engine = RuntimeEngine(tiny_build, slots=3, max_tokens=32)
+    wanted = [
+        greedy_answer(model, list(p), m, engine.eos_token_ids)
+        for p, m in zip(prompts, limits, strict=True)
+    ]
     requests = [GenerationRequest(p, 0.0, 0, m) for p, m in zip(prompts, limits, strict=True)]
-    assert common_prefix([r.prompt_ids for r in requests]) == (7, 8, 9)
-    for _ in range(2):  # the second call finds the slots used
+    for _ in range(2):  # the second call finds the pool used
         got = dict(engine.generate(requests))
         assert [got[i] for i in range(len(prompts))] == wanted
-    with pytest.raises(ValueError, match="at most 32"):
+    with pytest.raises(InvalidRequest, match="32"):
         list(engine.generate([GenerationRequest((5,) * 30, 0.0, 0, 3)]))
+    engine.close()
 
 
-def test_engine_sampling_follows_the_seed() -> None:
-    engine = TorchEngine(tiny_model(), frozenset(), slots=4, max_tokens=8)
+def test_engine_sampling_follows_the_seed(tiny_build: Path) -> None:
+    engine = RuntimeEngine(tiny_build, slots=4, max_tokens=8)
     requests = [GenerationRequest((5, 6), 1.0, seed, 4) for seed in range(12)]
     first = dict(engine.generate(requests))
     assert first == dict(engine.generate(requests))
     assert len({tuple(output) for output in first.values()}) > 6
-
-
-def test_engine_draws_from_the_softmax_at_the_temperature() -> None:
-    engine = TorchEngine(tiny_model(), frozenset(), slots=1, max_tokens=8)
-    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2
-    slot = _Slot(0, GenerationRequest((5,), 0.7, 9, 1), 1, -1, [], np.random.default_rng(9))
-    for _ in range(4000):
-        engine._draw([slot], logits[None])
-    counts = np.bincount(slot.output, minlength=VOCAB) / 4000
-    assert np.abs(counts - (logits / 0.7).softmax(dim=-1).numpy()).max() < 0.03
+    engine.close()
 
 
 def test_data_resumes_with_the_same_jobs(tmp_path: Path) -> None:
     """An interrupted run ends with the same set of sequences as one that was not."""
     config = DataConfig(num_tokens=1500, max_prompt_tokens=400, jobs_per_chunk=16)
     chat = ChatFormat(FakeTokenizer())
-    eos = frozenset([EOS])
 
     def rows(stem: Path) -> dict[int, list[int]]:
         store = read_store(stem)
@@ -102,10 +97,10 @@ def test_data_resumes_with_the_same_jobs(tmp_path: Path) -> None:
             out[meta.job] = store.sequence(index).tolist()
         return out
 
-    generate_data(tmp_path / "whole", config, chat, FakeEngine(), eos)
+    generate_data(tmp_path / "whole", config, chat, FakeEngine())
     for _ in range(100):
         try:
-            generate_data(tmp_path / "parts", config, chat, FakeEngine(limit=14), eos)
+            generate_data(tmp_path / "parts", config, chat, FakeEngine(limit=14))
             break
         except ConnectionError:
             continue

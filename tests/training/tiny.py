@@ -91,12 +91,17 @@ def write_store(stem: Path, sequences: int = 12, seed: int = 0, greedy: bool = F
 
 
 @torch.inference_mode()
-def greedy_answer(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+def greedy_answer(
+    model: torch.nn.Module,
+    prompt: list[int],
+    count: int,
+    eos_token_ids: frozenset[int] = frozenset([EOS]),
+) -> list[int]:
     """The plainest possible greedy decoding: the whole text again for every token."""
     ids = list(prompt)
     for _ in range(count):
         logits = model(input_ids=torch.tensor([ids])).logits
         ids.append(int(logits[0, -1].argmax()))
-        if ids[-1] == EOS:
+        if ids[-1] in eos_token_ids:
             break
     return ids[len(prompt) :]
