@@ -11,6 +11,9 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 ARGS ?=
+CONFIG ?= training/configs/dspark_smollm2_135m.toml
+TRAINING ?= build/training/$(basename $(notdir $(CONFIG)))
+TOKENS ?= 550000
 CONCURRENCY ?= 1:8
 POLICIES ?= off,fixed
 PYTHON ?=
@@ -51,6 +54,11 @@ serve: engines ## all of it, then Triton in the foreground; Ctrl-C stops it
 
 perf: engines ## NVIDIA's perf_analyzer on a server of its own; CONCURRENCY=1:8 POLICIES=off,fixed
 	$(DSPARK) bench perf --name $(NAME) --concurrency $(CONCURRENCY) --policies $(POLICIES)
+
+drafter: engines ## train the embedded model's drafter from nothing (hours); run again to go on
+	$(DSPARK) train-data --name $(NAME) --out build/$(NAME)/answers --tokens $(TOKENS)
+	$(DSPARK) train --config $(CONFIG) --work-dir $(TRAINING) \
+	  $(if $(wildcard $(TRAINING)/checkpoint.pt),--resume) $(ARGS)
 
 test: $(INSTALLED) ## lint, format check, type check and tests; needs no GPU
 	.venv/bin/ruff check .
