@@ -37,10 +37,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_model(args: argparse.Namespace, **options: Any) -> Any:
-    """The `Model` that `add_model_arguments` named; `options` go to RuntimeConfig."""
+    """The `Model` that `add_model_arguments` named; `options` go to RuntimeConfig.
+
+    The prefix cache is off unless they say otherwise, so that one run does not warm the next.
+    """
     from runtime.decoder import Model
 
-    config = RuntimeConfig(num_threads=args.threads, **options)
+    config = RuntimeConfig(num_threads=args.threads, **{"prefix_cache_mb": 0, **options})
     folder = args.build_dir / args.name
     return Model(folder / "engines", folder / "hf", config)
 

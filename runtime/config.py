@@ -22,7 +22,7 @@ class RuntimeConfig:
 
     # Capacity
     max_batch_requests: int = 16  # requests that run at once
-    kv_cache_mb: int = 1024  # verifier and drafter pools together
+    kv_cache_mb: int = 1024  # of running requests, verifier and drafter together
     prefill_chunk_tokens: int = 128  # a prefill delays running requests by one such chunk at most
     max_queued_requests: int = 1024
     num_threads: int = 0  # of the engine; 0 means all cores
@@ -36,6 +36,11 @@ class RuntimeConfig:
     max_logit_bias: int = 300  # token ids
     default_max_tokens: int = 256
     request_timeout_s: float = 600.0
+
+    # Prefix cache
+    prefix_cache_mb: int = 4096  # on top of kv_cache_mb, at most what is free; 0 is off
+    prefix_cache_dir: str = ""  # keeps cached blocks across restarts; empty: in memory alone
+    prefix_cache_disk_mb: int = 16384  # of files in prefix_cache_dir
 
     # Speculation
     policy: str = "fixed"  # off | fixed | fixed:k
@@ -52,6 +57,7 @@ class RuntimeConfig:
             "prefill_chunk_tokens",
             "max_queued_requests",
             "max_prompt_bytes",
+            "prefix_cache_disk_mb",
             "default_max_tokens",
             "request_timeout_s",
             "stall_timeout_s",
@@ -67,10 +73,13 @@ class RuntimeConfig:
             "max_stop_word_chars",
             "max_bad_words",
             "max_logit_bias",
+            "prefix_cache_mb",
         )
         for name in not_negative:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or above, got {getattr(self, name)}")
+        if self.prefix_cache_dir and not self.prefix_cache_mb:
+            raise ConfigError("prefix_cache_dir needs prefix_cache_mb above 0, got 0")
         if self.acceptance not in ("auto", "rejection", "coupled"):
             raise ConfigError(
                 f"acceptance must be auto, rejection or coupled, got {self.acceptance!r}"

@@ -12,15 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.config import MIB, ConfigError, RuntimeConfig
+from runtime.disk_tier import DiskTier
 from runtime.engine import load_engines
-from runtime.kv_blocks import blocks_for
+from runtime.kv_blocks import BlockPool, blocks_for
 from runtime.loop import Loop
 from runtime.manifest import Manifest, ManifestError, load_manifest, tokenizer_hash
+from runtime.memory import free_bytes
+from runtime.prefix_cache import BlockPrefixCache, NoPrefixCache, PrefixCache
 from runtime.request import FinishReason, QueueFull, Request, RequestLimits, RequestOutput
 from runtime.sequence import OnOutput, Sequence
 from runtime.text import Tokenizer
 
 log = logging.getLogger("dspark")
+
+MEMORY_RESERVE_BYTES = 1024 * MIB  # left free by the prefix cache
 
 MAX_FAILED_STEPS = 3  # in a row; more means that the engine is broken, not one request
 
@@ -42,8 +47,9 @@ class Model:
         self.config = config
         self.manifest = manifest
         self.tokenizer = Tokenizer.load(tokenizer_dir)
-        num_blocks, max_model_tokens = _capacity(manifest, config)
-        self.num_blocks = num_blocks
+        running_blocks, max_model_tokens = _capacity(manifest, config)
+        cache_blocks = _cache_blocks(manifest, config, running_blocks, free_bytes())
+        self.num_blocks = running_blocks + cache_blocks
         self.limits = RequestLimits(
             vocab_size=manifest.verifier.vocab_size,
             max_model_tokens=max_model_tokens,
@@ -55,12 +61,13 @@ class Model:
             max_logit_bias=config.max_logit_bias,
         )
         self._draft_vocab = _load_draft_vocab(engine_dir, manifest)
-        self.engines = load_engines(engine_dir, manifest, num_blocks, config.engine_threads)
+        self.engines = load_engines(engine_dir, manifest, self.num_blocks, config.engine_threads)
+        self.cache = self._make_cache(cache_blocks)
 
     def make_loop(self, policy: str | None = None) -> Loop:
         """A fresh loop over the engines, with another policy if one is named.
 
-        Loops of one model share its pools: run one at a time to its end.
+        Loops of one model share its pools and prefix cache: run one at a time to its end.
         """
         config = self.config if policy is None else replace(self.config, policy=policy)
         return Loop(
@@ -69,22 +76,57 @@ class Model:
             self._draft_vocab,
             self.tokenizer,
             config,
-            self.num_blocks,
+            self.cache,
         )
 
     def close(self) -> None:
         """Free the engines; may be called again."""
+        self.cache.close()
         self.engines.close()
+
+    def _make_cache(self, num_blocks: int) -> PrefixCache:
+        """The prefix cache with a budget of `num_blocks`, or none of either kind."""
+        config, manifest = self.config, self.manifest
+        pool = BlockPool(self.num_blocks, max_idle=num_blocks)
+        block_tokens = manifest.verifier.kv.block_tokens
+        block_bytes = _token_bytes(manifest) * block_tokens
+        log.info(
+            "KV pool: %d MB for running requests, %d MB for cached prefixes (%d MB asked for), "
+            "in blocks of %d tokens and %.2f MB",
+            (self.num_blocks - num_blocks) * block_bytes // MIB,
+            num_blocks * block_bytes // MIB,
+            config.prefix_cache_mb,
+            block_tokens,
+            block_bytes / MIB,
+        )
+        if not num_blocks:
+            return NoPrefixCache(pool)
+        disk = None
+        if config.prefix_cache_dir:
+            verifier_bytes = manifest.verifier.kv.token_bytes * block_tokens
+            disk = DiskTier(
+                Path(config.prefix_cache_dir),
+                config.prefix_cache_disk_mb * MIB,
+                verifier_bytes,
+                block_bytes - verifier_bytes,
+            )
+            log.info(
+                "prefix cache on disk: at most %d MB (%d MB asked for) in %s, %s",
+                disk.budget_bytes // MIB,
+                config.prefix_cache_disk_mb,
+                config.prefix_cache_dir,
+                f"{disk.metrics()['prefix_cache_disk_blocks']} blocks found",
+            )
+        return BlockPrefixCache(
+            pool, self.engines, manifest.fingerprint, block_tokens, block_bytes, disk
+        )
 
 
 def _capacity(manifest: Manifest, config: RuntimeConfig) -> tuple[int, int]:
     """Pool blocks and the longest request (prompt and output, in tokens) that fits them."""
     kv = manifest.verifier.kv
-    token_bytes = kv.token_bytes
-    draft_tokens = 0
-    if manifest.drafter is not None:
-        token_bytes += manifest.drafter.kv.token_bytes
-        draft_tokens = manifest.drafter.block_size
+    token_bytes = _token_bytes(manifest)
+    draft_tokens = 0 if manifest.drafter is None else manifest.drafter.block_size
     max_model_tokens = config.max_model_tokens or manifest.verifier.max_positions
     if max_model_tokens > manifest.verifier.max_positions:
         raise ConfigError(
@@ -100,6 +142,23 @@ def _capacity(manifest: Manifest, config: RuntimeConfig) -> tuple[int, int]:
             f"{token_bytes * kv.block_tokens / MIB:.2f} MB each, got {config.kv_cache_mb}"
         )
     return num_blocks, min(max_model_tokens, fitting)
+
+
+def _cache_blocks(manifest: Manifest, config: RuntimeConfig, running_blocks: int, free: int) -> int:
+    """Blocks for cached prefixes: what is asked for, or what `free` bytes leave room for.
+
+    Weights and the running requests' blocks come first, and `MEMORY_RESERVE_BYTES` stay free.
+    """
+    block_bytes = _token_bytes(manifest) * manifest.verifier.kv.block_tokens
+    weights = sum(artifact.bytes for artifact in manifest.artifacts.values())
+    room = free - weights - running_blocks * block_bytes - MEMORY_RESERVE_BYTES
+    return max(0, min(config.prefix_cache_mb * MIB, room) // block_bytes)
+
+
+def _token_bytes(manifest: Manifest) -> int:
+    """Bytes that one token occupies in both pools."""
+    drafter = 0 if manifest.drafter is None else manifest.drafter.kv.token_bytes
+    return manifest.verifier.kv.token_bytes + drafter
 
 
 def _load_draft_vocab(engine_dir: Path, manifest: Manifest) -> NDArray[np.int64] | None:
@@ -213,8 +272,10 @@ class Decoder:
             "waiting_requests": len(loop.admission.waiting) + len(self._arrivals),
             "kv_blocks": pool.num_blocks,
             "kv_blocks_free": pool.num_free,
+            "kv_blocks_used": pool.num_blocks - pool.num_free,
+            "kv_blocks_shared": pool.num_shared,
         }
-        return values
+        return values | loop.cache.metrics()
 
     def close(self) -> None:
         """Cancel what runs, stop the thread and free the engines; may be called again."""

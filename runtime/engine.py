@@ -25,13 +25,23 @@ class EngineError(RuntimeError):
 
 
 class Engine(Protocol):
-    """One graph and its KV pool. Keys and values never leave the engine's device."""
+    """One graph and its KV pool. A step's keys and values never leave the engine's device."""
 
     def run(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
         """Run once; returns the outputs other than K/V, valid until the next run."""
 
     def commit(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Write K/V of packed rows [n] of the last run into flat pool slots [n]."""
+
+    def read_block(self, block: int) -> NDArray[np.uint8]:
+        """Copy one block of the pool to host memory.
+
+        Returns [num_layers * 2 * b * Hk * D * item size] raw bytes, each layer's keys before its
+        values (the order of `KvDims.pool_specs`).
+        """
+
+    def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
+        """Fill one block of the pool with what `read_block` gave."""
 
     def close(self) -> None:
         """Free the engine and its pool; may be called again."""

@@ -22,10 +22,10 @@ from runtime.batch import (
 )
 from runtime.config import RuntimeConfig
 from runtime.engine import Engines
-from runtime.kv_blocks import BlockPool
 from runtime.logits import log_probs, processor_for
 from runtime.manifest import Manifest
 from runtime.metrics import Metrics
+from runtime.prefix_cache import PrefixCache
 from runtime.randomness import draft_noise, round_noise
 from runtime.request import FinishReason, Origin, Request
 from runtime.schedule import choose_lengths, parse_policy
@@ -46,13 +46,12 @@ class Loop:
         draft_vocab: NDArray[np.int64] | None,
         tokenizer: Tokenizer,
         config: RuntimeConfig,
-        num_blocks: int,
+        cache: PrefixCache,
     ) -> None:
         kv = manifest.verifier.kv
         self.metrics = Metrics()
-        self.admission = Admission(
-            BlockPool(num_blocks), kv.block_tokens, config.max_batch_requests
-        )
+        self.admission = Admission(cache, kv.block_tokens, config.max_batch_requests)
+        self.cache = cache
         self._engines = engines
         self._block_tokens = kv.block_tokens
         self._vocab_size = manifest.verifier.vocab_size
@@ -80,6 +79,7 @@ class Loop:
             end_ids = frozenset()
         processor = processor_for(request, self._tokenizer, end_ids, self._vocab_size)
         sequence = Sequence(self._next_id, request, self._tokenizer, end_ids, on_output, processor)
+        sequence.drafted = self._policy.speculates and sequence.speculates
         self.admission.waiting.append(sequence)
         self.metrics.counts["requests"] += 1
         self.metrics.counts["prompt_tokens"] += sequence.num_prompt
@@ -95,7 +95,7 @@ class Loop:
         """One round: every running sequence gains at least one token or one prefill chunk."""
         metrics = self.metrics
         metrics.start_step()
-        self.admission.admit()
+        self._admit()
         caps = self._reserve()
         metrics.lap("admit")
         drafts = self._draft(caps)
@@ -106,6 +106,11 @@ class Loop:
             self._verify(decoding, verified, "")
         if prefilling := self._prefill_segments():
             self._verify(prefilling, verified, "prefill_")
+
+    def _admit(self) -> None:
+        for sequence in self.admission.admit():
+            self.metrics.counts["prefix_cache_queried_tokens"] += len(sequence.token_ids)
+            self.metrics.counts["prefix_cache_hit_tokens"] += sequence.num_computed
 
     def _reserve(self) -> Lengths:
         """Blocks for this step's tokens; returns how many draft tokens each sequence may get."""
@@ -129,7 +134,7 @@ class Loop:
         return True
 
     def _cap(self, sequence: Sequence) -> int:
-        if not (self._policy.speculates and sequence.speculates and sequence.num_computed):
+        if not (sequence.drafted and sequence.num_computed):
             return 0
         wanted = sequence.request.num_draft_tokens
         block = self._block_size if wanted is None else min(wanted, self._block_size)
@@ -137,9 +142,6 @@ class Loop:
 
     def _draft(self, caps: Lengths) -> Drafts:
         """Give the drafter its new context; draft for the sequences that may use it."""
-        drafter = self._engines.drafter
-        if drafter is None or not self._policy.speculates:
-            return {}
         sequences = [
             s
             for s in self.admission.running
@@ -147,6 +149,24 @@ class Loop:
         ]
         if not sequences:
             return {}
+        outputs = self._run_drafter(sequences)
+        drafts: Drafts = {}
+        for row, sequence in enumerate(sequences):
+            if caps.get(sequence):
+                sequence.num_drafted += self._block_size
+                self.metrics.counts["drafted_tokens"] += self._block_size
+                greedy = sequence.request.greedy
+                drafts[sequence] = Draft(
+                    outputs["draft_ids"][row],
+                    None if greedy else outputs["draft_logits"][row],
+                    self._draft_vocab,
+                )
+        return drafts
+
+    def _run_drafter(self, sequences: list[Sequence]) -> dict[str, NDArray]:
+        """One drafter pass over what the sequences' contexts have gained."""
+        drafter = self._engines.drafter
+        assert drafter is not None, "a model without a drafter does not speculate"
         noise = draft_noise(
             [s.request for s in sequences],
             [s.num_computed for s in sequences],
@@ -159,7 +179,7 @@ class Loop:
                 features=np.concatenate(s.pending_features),
                 context_len=s.num_drafter_computed,
                 blocks=s.blocks,
-                anchor_id=s.token_ids[s.num_computed],
+                anchor_id=s.token_ids[min(s.num_computed, len(s.token_ids) - 1)],
                 noise=own_noise,
                 temperature=s.request.temperature,
                 top_k=s.request.top_k,
@@ -171,20 +191,11 @@ class Loop:
         batch = pack_draft(segments, self._block_tokens)
         outputs = drafter.run(batch.inputs)
         drafter.commit(np.arange(len(batch.slots)), batch.slots)
-        drafts: Drafts = {}
-        for row, (sequence, segment) in enumerate(zip(sequences, segments, strict=True)):
+        for sequence, segment in zip(sequences, segments, strict=True):
             sequence.num_drafter_computed += len(segment.features)
             sequence.pending_features.clear()
-            if caps.get(sequence):
-                sequence.num_drafted += self._block_size
-                self.metrics.counts["drafted_tokens"] += self._block_size
-                greedy = sequence.request.greedy
-                drafts[sequence] = Draft(
-                    outputs["draft_ids"][row],
-                    None if greedy else outputs["draft_logits"][row],
-                    self._draft_vocab,
-                )
-        return drafts
+            self.cache.publish(sequence)
+        return outputs
 
     def _schedule(self, caps: Lengths, drafts: Drafts) -> Drafts:
         """Cut each draft to the tokens that will be verified; a draft cut to none is left out."""
@@ -216,7 +227,12 @@ class Loop:
         budget = self._prefill_chunk_tokens
         segments = {}
         for sequence in self.admission.running:
-            if budget and not sequence.is_decoding:
+            if budget > 0 and not sequence.is_decoding:
+                found = self.cache.extend(sequence, budget)
+                self.metrics.counts["prefix_cache_hit_tokens"] += found.tokens
+                budget -= found.loaded
+                if budget <= 0:
+                    break
                 start = sequence.num_computed
                 token_ids = sequence.token_ids[start : start + budget]
                 last = start + len(token_ids) == len(sequence.token_ids)
@@ -260,7 +276,7 @@ class Loop:
             start = batch.token_starts[i]
             rows.append(np.arange(start, start + kept))
             into.append(slots(segment.blocks, segment.context_len, kept, self._block_tokens))
-            if self._policy.speculates and sequence.speculates:
+            if sequence.drafted:
                 sequence.pending_features.append(outputs["features"][start:][:kept].copy())
             advances.append((sequence, segment, kept, new_ids, likely))
         metrics.lap(f"{phase_prefix}accept")
@@ -280,10 +296,12 @@ class Loop:
         new_ids: list[int],
         likely: list[float],
     ) -> None:
-        was_decoding = sequence.is_decoding
-        sequence.num_computed += kept
         before = sequence.num_output
         num_accepted, num_verified = len(new_ids) - 1, segment.num_logits - 1
+        # A prompt whose last token alone was not cached ends in a decoding step, but not a round.
+        was_decoding = sequence.is_decoding and (before > 0 or num_verified > 0)
+        sequence.num_computed += kept
+        self.cache.publish(sequence)
         for row, token_id in enumerate(new_ids):
             rejected = row == num_accepted < num_verified
             own: Origin = "corrected" if rejected else "target"
@@ -302,7 +320,14 @@ class Loop:
             sequence.num_accepted += num_accepted
             self.metrics.count_round(num_verified, num_accepted)
         if sequence.finish_reason is not None:
-            self.admission.remove(sequence)
+            self._finish(sequence)
             self.metrics.counts[f"finished_{sequence.finish_reason}"] += 1
             self.metrics.observe_request(sequence.stats(), sequence.num_prompt, sequence.num_output)
         sequence.emit()
+
+    def _finish(self, sequence: Sequence) -> None:
+        if self.cache.lags(sequence):  # a last pass, so that its last blocks can be cached too
+            self.metrics.lap("emit")
+            self._run_drafter([sequence])
+            self.metrics.lap("draft")
+        self.admission.remove(sequence)

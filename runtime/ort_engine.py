@@ -100,6 +100,23 @@ class OrtEngine:
                 :, torch.as_tensor(rows, device=to)
             ]
 
+    def read_block(self, block: int) -> NDArray[np.uint8]:
+        """Copy a block to host memory; see `Engine.read_block`."""
+        layers = self._pool[:, block]
+        if self._device != "cpu":
+            layers = layers.cpu().numpy()
+        return np.frombuffer(layers.tobytes(), np.uint8)
+
+    def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
+        """Fill a block; see `Engine.write_block`."""
+        layers = data.view(self._kv_dtype).reshape(self._pool[:, block].shape)
+        if self._device == "cpu":
+            self._pool[:, block] = layers
+        else:
+            import torch
+
+            self._pool[:, block] = torch.from_numpy(layers.copy()).to(self._pool.device)
+
     def close(self) -> None:
         """Free session and pool."""
         self._session = self._binding = self._pool = self._pool_rows = self._new = None

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows fp32; 0 itself means greedy
+MAX_CACHE_SALT_CHARS = 256
 
 FinishReason = Literal["length", "stop", "eos", "cancelled", "timeout", "error"]
 
@@ -234,6 +235,18 @@ PARAMETERS: dict[str, Parameter] = {
         ),
         Parameter("disable_spec_decode", bool, False, help="plain decoding for this request"),
         Parameter(
+            "cache_salt",
+            str,
+            "",
+            help="requests with different salts never share a cached prefix",
+        ),
+        Parameter(
+            "disable_prefix_cache",
+            bool,
+            False,
+            help="neither use nor leave cached prefixes for this request",
+        ),
+        Parameter(
             "acceptance",
             str,
             "auto",
@@ -290,6 +303,8 @@ class Request:
     return_log_probs: bool
     num_draft_tokens: int | None  # None: as many as the policy wants
     disable_spec_decode: bool
+    cache_salt: str
+    disable_prefix_cache: bool
     coupled: bool
 
     @property
@@ -362,6 +377,11 @@ def validate_request(fields: Mapping[str, Any], limits: RequestLimits) -> Reques
                     f"a {name.replace('_', ' ')[:-1]} must have 1 to {limits.max_stop_word_chars} "
                     f"characters, got {len(word)}"
                 )
+    if len(values["cache_salt"]) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt may have at most {MAX_CACHE_SALT_CHARS} characters, "
+            f"got {len(values['cache_salt'])}"
+        )
     seed = values["seed"]
     rule = values["acceptance"]
     if rule == "auto":

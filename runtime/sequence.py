@@ -24,6 +24,7 @@ class Sequence:
     pool, the first `num_drafter_computed` the drafter's too; `pending_features` holds the rows
     between the two. Exactly one uncomputed token means that the sequence is decoding and that
     token is the anchor; more means that it is prefilling (a preempted sequence does so again).
+    The first `num_published` blocks are in the prefix cache, where it is on, and never written.
     """
 
     request_id: int
@@ -40,8 +41,13 @@ class Sequence:
     num_computed: int = 0
     num_drafter_computed: int = 0
     pending_features: list[NDArray[np.float32]] = field(default_factory=list)
+    drafted: bool = False  # the drafter's K/V are computed too
     finish_reason: FinishReason | None = None
     ended: bool = False  # the final output has been sent
+
+    # Written by the prefix cache
+    block_digests: list[bytes] = field(default_factory=list)  # of the full blocks so far
+    num_published: int = 0
 
     # Statistics, in tokens unless the name says otherwise
     num_rounds: int = 0
@@ -50,6 +56,7 @@ class Sequence:
     num_accepted: int = 0
     num_preemptions: int = 0
     admitted_s: float | None = None  # for the first time
+    num_cached: int = 0  # found in the prefix cache
     first_token_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +97,14 @@ class Sequence:
     def speculates(self) -> bool:
         """Whether the request lets the drafter work for it."""
         return not self.request.disable_spec_decode and self.request.num_draft_tokens != 0
+
+    def take_cached(self, num_blocks: int, block_tokens: int) -> None:
+        """Count the tokens of the first `num_blocks` blocks as computed: the cache holds them."""
+        self.num_published = num_blocks
+        self.num_cached += num_blocks * block_tokens - self.num_computed
+        self.num_computed = num_blocks * block_tokens
+        if self.drafted:
+            self.num_drafter_computed = self.num_computed
 
     def append(self, token_id: int, origin: Origin, log_prob: float | None = None) -> None:
         """Add a generated token and decide whether it ends the answer."""
@@ -164,6 +179,7 @@ class Sequence:
             "num_accepted_draft_tokens": self.num_accepted,
             "num_preemptions": self.num_preemptions,
             "time_in_queue_s": (self.admitted_s or now) - self.arrival_s,
+            "num_cached_tokens": self.num_cached,
             "time_to_first_token_s": (self.first_token_s or now) - self.arrival_s,
             "total_time_s": now - self.arrival_s,
         }

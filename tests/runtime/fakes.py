@@ -15,15 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.config import RuntimeConfig
+from runtime.disk_tier import DiskTier
 from runtime.engine import Engines
+from runtime.kv_blocks import BlockPool
 from runtime.loop import Loop
 from runtime.manifest import Builder, Manifest
+from runtime.prefix_cache import BlockPrefixCache, NoPrefixCache, PrefixCache
 from runtime.request import Request, RequestLimits, RequestOutput, validate_request
 from runtime.sampling import draw, softmax
 from runtime.spec import DrafterDims, KvDims, VerifierDims
 
 VOCAB = 24
 BLOCK_TOKENS = 4
+BLOCK_BYTES = BLOCK_TOKENS * 2 * 8  # of one pool: (token id, position) in int64
 BLOCK_SIZE = 5
 EOS = 0
 LIMITS = RequestLimits(
@@ -119,6 +123,15 @@ class _Pool:
     def commit(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         assert len(set(slots.tolist())) == len(slots), "two tokens went to one slot"
         self._rows[slots] = self._new[rows]
+
+    def read_block(self, block: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self._block(block).tobytes(), np.uint8)
+
+    def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
+        self._block(block)[:] = data.view(np.int64).reshape(BLOCK_TOKENS, 2)
+
+    def _block(self, block: int) -> NDArray[np.int64]:
+        return self._rows[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
 
     def close(self) -> None:
         pass
@@ -227,18 +240,30 @@ def manifest(with_drafter: bool = True) -> Manifest:
 
 
 def make_loop(
-    *, num_blocks: int = 400, agreement: float | None = 0.5, **options: Any
+    *,
+    num_blocks: int = 400,
+    agreement: float | None = 0.5,
+    max_cached: int = 0,
+    disk: DiskTier | None = None,
+    **options: Any,
 ) -> tuple[Loop, FakeVerifier]:
-    """A loop over fakes; `agreement` None means no drafter. `options` go to RuntimeConfig."""
+    """A loop over fakes; `agreement` None means no drafter. `options` go to RuntimeConfig.
+
+    With `max_cached` it has a prefix cache that may keep so many blocks nobody holds.
+    """
     verifier = FakeVerifier(num_blocks)
     drafter = None if agreement is None else FakeDrafter(num_blocks, agreement)
+    engines, pool = Engines(verifier, drafter), BlockPool(num_blocks, max_cached)
+    cache: PrefixCache = NoPrefixCache(pool)
+    if max_cached:
+        cache = BlockPrefixCache(pool, engines, "fake", BLOCK_TOKENS, 2 * BLOCK_BYTES, disk)
     loop = Loop(
-        Engines(verifier, drafter),
+        engines,
         manifest(with_drafter=drafter is not None),
         None,
         FakeTokenizer(),  # type: ignore[arg-type]
         RuntimeConfig(**options),
-        num_blocks,
+        cache,
     )
     return loop, verifier
 

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from runtime.admission import Admission
 from runtime.kv_blocks import BlockPool, blocks_for
+from runtime.prefix_cache import NoPrefixCache
 from runtime.sequence import Sequence
 from tests.runtime.fakes import FakeTokenizer, make_request
 
@@ -45,7 +46,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
-        self.admission = Admission(self.pool, BLOCK_TOKENS, MAX_RUNNING)
+        self.admission = Admission(NoPrefixCache(self.pool), BLOCK_TOKENS, MAX_RUNNING)
         self.alive: list[Sequence] = []  # in order of arrival
         self.next_id = 0
 
@@ -124,7 +125,7 @@ TestAdmission.settings = settings(max_examples=50, stateful_step_count=40, deadl
 
 def test_all_requests_finish_over_a_pool_that_holds_one_of_them() -> None:
     """Exhaustion deadlocks others: here everybody ends, and in order of arrival among equals."""
-    admission = Admission(BlockPool(5), BLOCK_TOKENS, 8)
+    admission = Admission(NoPrefixCache(BlockPool(5)), BLOCK_TOKENS, 8)
     for i in range(6):
         admission.waiting.append(make_sequence(i, num_prompt=3))
     finished, steps = [], 0
@@ -143,7 +144,7 @@ def test_all_requests_finish_over_a_pool_that_holds_one_of_them() -> None:
 
 def test_a_newcomer_leaves_a_block_for_each_running_sequence() -> None:
     """Otherwise it is admitted, preempted and recomputed in every single step."""
-    admission = Admission(BlockPool(4), BLOCK_TOKENS, 8)
+    admission = Admission(NoPrefixCache(BlockPool(4)), BLOCK_TOKENS, 8)
     first, second = make_sequence(1, 4), make_sequence(2, 9)  # blocks: 1 and 3
     admission.waiting.extend([first, second])
     admission.admit()
@@ -151,7 +152,7 @@ def test_a_newcomer_leaves_a_block_for_each_running_sequence() -> None:
 
 
 def test_nobody_overtakes_a_large_request_at_the_head() -> None:
-    admission = Admission(BlockPool(4), BLOCK_TOKENS, 8)
+    admission = Admission(NoPrefixCache(BlockPool(4)), BLOCK_TOKENS, 8)
     running, large, small = make_sequence(1, 4), make_sequence(2, 16), make_sequence(3, 1)
     admission.waiting.extend([running, large, small])
     admission.admit()
@@ -160,7 +161,7 @@ def test_nobody_overtakes_a_large_request_at_the_head() -> None:
 
 
 def test_a_reservation_that_fails_takes_nothing() -> None:
-    admission = Admission(BlockPool(2), BLOCK_TOKENS, 8)
+    admission = Admission(NoPrefixCache(BlockPool(2)), BLOCK_TOKENS, 8)
     sequence = make_sequence(1, 4)
     admission.waiting.append(sequence)
     admission.admit()
@@ -174,7 +175,7 @@ def test_a_reservation_that_fails_takes_nothing() -> None:
 
 def test_removing_a_stranger_changes_nothing() -> None:
     """A request cancelled twice, or after its end, must not free a block twice."""
-    admission = Admission(BlockPool(2), BLOCK_TOKENS, 8)
+    admission = Admission(NoPrefixCache(BlockPool(2)), BLOCK_TOKENS, 8)
     sequence = make_sequence(1, 4)
     admission.waiting.append(sequence)
     admission.admit()

@@ -60,6 +60,7 @@ ZERO_ALLOWED = {
     "max_stop_word_chars",
     "max_bad_words",
     "max_logit_bias",
+    "prefix_cache_mb",
 }
 
 

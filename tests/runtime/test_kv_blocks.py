@@ -1,4 +1,4 @@
-"""Blocks are free or held, never both, and never lost."""
+"""Blocks are free, held or idle, never two of these, and never lost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from runtime.kv_blocks import BlockPool, blocks_for
 
 NUM_BLOCKS = 7
+MAX_IDLE = 4
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -19,8 +20,15 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, MAX_IDLE)
+        self.pool.on_evict = self.on_evict
         self.holders: list[list[int]] = []
+        self.kept: list[int] = []  # least recently released first; held ones anywhere
+
+    def on_evict(self, block: int) -> None:
+        idle = [b for b in self.kept if b not in self.held]
+        assert block == idle[0], "not the least recently used block was evicted"
+        self.kept.remove(block)
 
     @property
     def held(self) -> Counter[int]:
@@ -37,6 +45,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert blocks is not None
         assert len(set(blocks)) == count
         assert not set(blocks) & set(held), "a held block was given out again"
+        assert not set(blocks) & set(self.kept), "a kept block was given out without an eviction"
         self.holders.append(blocks)
 
     @precondition(lambda self: self.holders)
@@ -49,9 +58,28 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        for block in data.draw(st.sampled_from(self.holders)):
+            self.pool.keep(block)
+            if block not in self.kept:
+                self.kept.append(block)
+
+    @precondition(lambda self: set(self.kept) - set(self.held))
+    @rule(data=st.data())
+    def share_idle(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([b for b in self.kept if b not in self.held]))
+        self.pool.share(block)
+        self.holders.append([block])
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.holders) - 1))
-        self.pool.release(self.holders.pop(index))
+        blocks = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        for block in reversed(blocks):
+            if block in self.kept and block not in self.held:  # it becomes the youngest idle one
+                self.kept.remove(block)
+                self.kept.append(block)
+        self.pool.release(blocks)
 
     @invariant()
     def counts_agree(self) -> None:
@@ -61,6 +89,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
         ]
         assert self.pool.num_free == NUM_BLOCKS - len(held)
         assert self.pool.num_blocks == NUM_BLOCKS
+        assert self.pool.num_shared == sum(count > 1 for count in held.values())
+        assert self.pool.num_kept == len(self.kept)
+        assert self.pool.num_idle == len(set(self.kept) - set(held)) <= MAX_IDLE
 
 
 TestBlockPool = BlockPoolMachine.TestCase
@@ -79,6 +110,22 @@ def test_freed_blocks_are_reused_first() -> None:
     assert touched == {0, 1, 2}
 
 
+def test_kept_blocks_are_evicted_last_and_the_tail_before_the_head() -> None:
+    pool = BlockPool(6, max_idle=4)
+    evicted: list[int] = []
+    pool.on_evict = evicted.append
+    blocks = pool.allocate(4)
+    assert blocks is not None
+    for block in blocks:
+        pool.keep(block)
+    pool.release(blocks)
+    assert (pool.num_free, pool.num_idle) == (6, 4)
+    assert pool.allocate(2) == [4, 5]
+    assert not evicted
+    assert pool.allocate(3) == evicted == blocks[:0:-1]
+    assert pool.num_evicted == 3
+
+
 def test_misuse_is_a_bug_that_stops() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
@@ -88,6 +135,8 @@ def test_misuse_is_a_bug_that_stops() -> None:
         pool.release(blocks)
     with pytest.raises(AssertionError, match="is free and cannot be shared"):
         pool.share(1)
+    with pytest.raises(AssertionError, match="is not held and cannot be kept"):
+        pool.keep(1)
     with pytest.raises(ValueError, match="at least 1 block, got 0"):
         BlockPool(0)
 

@@ -64,6 +64,8 @@ def test_defaults() -> None:
         "return_log_probs": False,
         "num_draft_tokens": None,
         "disable_spec_decode": False,
+        "cache_salt": "",
+        "disable_prefix_cache": False,
         "coupled": False,
     }
     assert request.greedy
