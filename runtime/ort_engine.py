@@ -102,6 +102,8 @@ class OrtEngine:
 
     def read_block(self, block: int) -> NDArray[np.uint8]:
         """Copy a block to host memory; see `Engine.read_block`."""
+        if self._session is None:
+            raise EngineError(f"{self._name} is closed")
         layers = self._pool[:, block]
         if self._device != "cpu":
             layers = layers.cpu().numpy()
@@ -109,6 +111,8 @@ class OrtEngine:
 
     def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
         """Fill a block; see `Engine.write_block`."""
+        if self._session is None:
+            raise EngineError(f"{self._name} is closed")
         layers = data.view(self._kv_dtype).reshape(self._pool[:, block].shape)
         if self._device == "cpu":
             self._pool[:, block] = layers

@@ -106,6 +106,24 @@ def test_shapes_may_change_from_run_to_run(engine: OrtEngine) -> None:
         np.testing.assert_array_equal(outputs["blocks"], np.zeros(shape))
 
 
+def test_a_block_goes_to_host_memory_and_back(engine: OrtEngine) -> None:
+    """Into another block of the pool, all layers, where the graph reads it."""
+    engine.run(feed(3, [[0]], seed=1))
+    engine.commit(np.arange(3), np.array([2, 3, 5]))
+    before = pool_rows(engine)
+    data = engine.read_block(1)
+    assert (data.dtype, data.shape) == (np.uint8, (KV.token_bytes * BLOCK_TOKENS,))
+    engine.write_block(3, data)
+    expected = before.copy()
+    expected[6:8] = before[2:4]
+    assert expected[6:8].any()
+    np.testing.assert_array_equal(pool_rows(engine), expected)
+    engine.close()
+    for use in (lambda: engine.read_block(1), lambda: engine.write_block(3, data)):
+        with pytest.raises(EngineError, match="tiny is closed"):
+            use()
+
+
 def test_inputs_need_not_be_contiguous(engine: OrtEngine) -> None:
     inputs = feed(4, [[0]])
     inputs["token_ids"] = np.arange(8)[::2]
