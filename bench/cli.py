@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench import evaluate, peers, perf, stream
+from bench import evaluate, peers, perf, prefix, stream
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,5 +15,6 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     peers.add_parser(kinds)
+    prefix.add_parser(kinds)
     stream.add_parser(kinds)
     perf.add_parser(kinds)
