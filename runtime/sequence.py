@@ -56,7 +56,7 @@ class Sequence:
     num_accepted: int = 0
     num_preemptions: int = 0
     admitted_s: float | None = None  # for the first time
-    num_cached: int = 0  # found in the prefix cache
+    num_cached: int = 0  # of the prompt, found in the prefix cache
     first_token_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +101,8 @@ class Sequence:
     def take_cached(self, num_blocks: int, block_tokens: int) -> None:
         """Count the tokens of the first `num_blocks` blocks as computed: the cache holds them."""
         self.num_published = num_blocks
-        self.num_cached += num_blocks * block_tokens - self.num_computed
+        if not self.num_preemptions:
+            self.num_cached = num_blocks * block_tokens
         self.num_computed = num_blocks * block_tokens
         if self.drafted:
             self.num_drafter_computed = self.num_computed

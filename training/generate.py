@@ -51,6 +51,7 @@ class RuntimeEngine:
             max_batch_requests=slots,
             max_model_tokens=max_tokens,
             kv_cache_mb=MAX_KV_MB,
+            prefix_cache_mb=0,  # prompts share nothing
             num_threads=threads,
             policy="off",
         )

@@ -5,15 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from runtime import decoder as decoder_module
-from runtime.config import ConfigError, RuntimeConfig
-from runtime.decoder import MAX_FAILED_STEPS, Decoder, _capacity
+from runtime.config import MIB, ConfigError, RuntimeConfig
+from runtime.decoder import (
+    MAX_FAILED_STEPS,
+    MEMORY_RESERVE_BYTES,
+    Decoder,
+    _cache_blocks,
+    _capacity,
+)
+from runtime.manifest import Artifact
 from runtime.request import QueueFull, RequestOutput
 from tests.runtime.fakes import (
+    BLOCK_TOKENS,
     Collector,
     FakeVerifier,
     greedy_reference,
@@ -224,3 +233,21 @@ def test_capacity_leaves_room_for_a_block_of_drafts() -> None:
 def test_capacity_refuses_more_than_the_model_has() -> None:
     with pytest.raises(ConfigError, match="200 tokens, got 201"):
         _capacity(manifest(), RuntimeConfig(max_model_tokens=201))
+
+
+def test_the_prefix_cache_takes_what_is_asked_for_or_what_is_free() -> None:
+    """Weights and the running requests' blocks come first, and a reserve stays."""
+    weights = Artifact("verifier.onnx", 5000, "")
+    described = replace(manifest(), artifacts={"verifier": weights})
+    block_bytes = BLOCK_TOKENS * 2 * 16  # both pools
+    asked = RuntimeConfig(prefix_cache_mb=1)
+    taken = 5000 + 10 * block_bytes + MEMORY_RESERVE_BYTES
+    for free, blocks in (
+        (1 << 40, MIB // block_bytes),
+        (taken + 7 * block_bytes, 7),
+        (taken + 7 * block_bytes - 1, 6),
+        (taken, 0),
+        (0, 0),
+    ):
+        assert _cache_blocks(described, asked, 10, free) == blocks
+    assert _cache_blocks(described, RuntimeConfig(prefix_cache_mb=0), 10, 1 << 40) == 0

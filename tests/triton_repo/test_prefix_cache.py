@@ -1,0 +1,89 @@
+"""Cached prefixes through the real server, and what survives when it is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.config import RuntimeConfig
+from runtime.disk_tier import FOLDER
+from tests.triton_repo.clients import eventually, free_address, generate, metrics
+from triton_repo.package import package
+from triton_repo.server import Address, TritonServer
+
+pytestmark = pytest.mark.slow
+
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 100
+CACHED_TOKENS = 96  # the last of them is computed in any case
+rng = random.Random(0)
+PROMPTS = [[rng.randrange(3, 320) for _ in range(PROMPT_TOKENS)] for _ in range(4)]
+
+
+def answer(address: Address, prompt: list[int], **fields: Any) -> list[int]:
+    reply = generate(
+        address,
+        prompt_ids=prompt,
+        max_tokens=20,
+        ignore_eos=True,
+        return_output_ids=True,
+        **fields,
+    )
+    ids: list[int] = reply["output_ids"]
+    return ids
+
+
+def test_hits_salts_opt_out_and_a_restart_after_kill_9(
+    tiny_pair_build: Path, tmp_path: Path
+) -> None:
+    build, folder = tiny_pair_build, tmp_path / FOLDER
+    package(build)
+    config = RuntimeConfig(
+        kv_cache_mb=64, num_threads=1, prefix_cache_mb=64, prefix_cache_dir=str(tmp_path)
+    )
+
+    def counted(address: Address, name: str, least: int) -> int:
+        eventually(lambda: metrics(address)[name] >= least)
+        return metrics(address)[name]
+
+    server = TritonServer(build / "repository", build, free_address(), config)
+    with server:
+        address = server.address
+        cold = [answer(address, prompt) for prompt in PROMPTS]
+        assert counted(address, "prefix_cache_queried_tokens_total", 400) == 400
+        assert metrics(address)["prefix_cache_hit_tokens_total"] == 0
+        warm = [answer(address, prompt) for prompt in PROMPTS]
+        assert warm == cold
+        assert counted(address, "prefix_cache_hit_tokens_total", 384) == 4 * CACHED_TOKENS
+        for fields in ({"cache_salt": "somebody else"}, {"disable_prefix_cache": True}):
+            assert answer(address, PROMPTS[0], **fields) == cold[0]
+        eventually(lambda: metrics(address)["finished_length_total"] == 10)
+        assert metrics(address)["prefix_cache_hit_tokens_total"] == 4 * CACHED_TOKENS
+        now = metrics(address)
+        assert now["kv_blocks_free"] == now["kv_blocks"]
+        assert now["prefix_cache_blocks"] >= 5 * CACHED_TOKENS // BLOCK_TOKENS
+        os.killpg(server.pid, signal.SIGKILL)
+
+    files = sorted(folder.glob("*.pair"))
+    assert len(files) >= 4 * CACHED_TOKENS // BLOCK_TOKENS
+    for path in files[::3]:
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data[: len(data) if rng.random() < 0.5 else rng.randrange(len(data))])
+    (folder / "what is this").write_text("?")
+
+    with TritonServer(build / "repository", build, free_address(), config) as server:
+        address = server.address
+        assert [answer(address, prompt) for prompt in PROMPTS] == cold
+        damaged = counted(address, "prefix_cache_disk_damaged_total", 2)
+        assert metrics(address)["prefix_cache_disk_hit_total"] > 0
+        assert not (folder / "what is this").exists()
+        said = server.log_path.read_text().count("removed from the prefix cache's disk tier")
+        assert said == damaged
+        # What was damaged has been computed and written again.
+        assert [answer(address, prompt) for prompt in PROMPTS] == cold
