@@ -41,8 +41,10 @@ export: $(INSTALLED) ## checkpoint to ONNX, with a parity report
 	$(DSPARK) export --name $(NAME) --dtype $(DTYPE) \
 	  $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTER),--drafter $(DRAFTER))
 
-engines: export ## export, build and package: everything up to the model repository
+engines: export ## export, build, measure and package: everything up to the model repository
 	$(DSPARK) build --name $(NAME)
+	$(DSPARK) profile --name $(NAME)
+	$(DSPARK) calibrate --name $(NAME)
 	$(DSPARK) package --name $(NAME)
 
 repo: $(INSTALLED) ## package the model repository from engines that are built

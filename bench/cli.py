@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from bench import evaluate, peers, perf, prefix, stream
+from bench import article, evaluate, load, peers, perf, prefix, record, simulate, stream
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register `eval` and `bench`."""
+    """Register `eval`, `bench` and `simulate`."""
     evaluate.add_parser(subparsers)
     parser = subparsers.add_parser(
         "bench", help="measurements beside peers and of a running server", allow_abbrev=False
@@ -18,3 +18,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     prefix.add_parser(kinds)
     stream.add_parser(kinds)
     perf.add_parser(kinds)
+    load.add_parser(kinds)
+    record.add_parser(kinds)
+    article.add_parser(kinds)
+    simulate.add_parser(subparsers)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from export.progress import step
 from export.publish import content_key, link_or_copy, publish
+from runtime import calibration, cost
 from runtime.manifest import FILE_NAME, Builder, load_manifest
 
 ONNXRUNTIME = "onnxruntime"
@@ -38,6 +39,8 @@ def build_engines(folder: Path) -> bool:
         load_manifest(source),
         builder=Builder(ONNXRUNTIME, version("onnxruntime-gpu")),
         device={"machine": platform.machine(), "provider": provider},
+        cost=cost.PATH,
+        calibration=calibration.PATH,
     )
 
     def make(partial: Path) -> None:

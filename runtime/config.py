@@ -43,8 +43,17 @@ class RuntimeConfig:
     prefix_cache_disk_mb: int = 16384  # of files in prefix_cache_dir
 
     # Speculation
-    policy: str = "fixed"  # off | fixed | fixed:k
+    # off | fixed[:k] | threshold[:base] | throughput | lagged | auto (throughput where this engine
+    # and machine have a cost table and a calibration, fixed where they have not)
+    policy: str = "auto"
+    # Share of throughput below which a predicted gain is not acted on: neither is a draft trimmed
+    # for it, nor drafting taken up again.
+    min_gain: float = 0.01
     acceptance: str = "auto"  # rejection | coupled | auto (coupled when the request names a seed)
+
+    # Load, for the policy `threshold`: 0 at steps up to the first mark, 1 from the second on
+    load_low_step_ms: float = 50.0
+    load_high_step_ms: float = 250.0
 
     # Health
     stall_timeout_s: float = 60.0  # no finished step for this long, with work waiting, is unhealthy
@@ -62,6 +71,7 @@ class RuntimeConfig:
             "request_timeout_s",
             "stall_timeout_s",
             "drain_timeout_s",
+            "load_high_step_ms",
         )
         for name in positive:
             if not getattr(self, name) > 0:
@@ -74,12 +84,21 @@ class RuntimeConfig:
             "max_bad_words",
             "max_logit_bias",
             "prefix_cache_mb",
+            "min_gain",
+            "load_low_step_ms",
         )
         for name in not_negative:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or above, got {getattr(self, name)}")
         if self.prefix_cache_dir and not self.prefix_cache_mb:
             raise ConfigError("prefix_cache_dir needs prefix_cache_mb above 0, got 0")
+        if self.min_gain >= 1:
+            raise ConfigError(f"min_gain must be below 1, got {self.min_gain}")
+        if self.load_low_step_ms >= self.load_high_step_ms:
+            raise ConfigError(
+                f"load_low_step_ms must be below load_high_step_ms, which is "
+                f"{self.load_high_step_ms}, got {self.load_low_step_ms}"
+            )
         if self.acceptance not in ("auto", "rejection", "coupled"):
             raise ConfigError(
                 f"acceptance must be auto, rejection or coupled, got {self.acceptance!r}"

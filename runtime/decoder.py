@@ -11,15 +11,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.calibration import load_calibration
 from runtime.config import MIB, ConfigError, RuntimeConfig
+from runtime.cost import TableError, load_cost
 from runtime.disk_tier import DiskTier
 from runtime.engine import load_engines
 from runtime.kv_blocks import BlockPool, blocks_for
+from runtime.load import LoadGauge, nvml_utilisation
 from runtime.loop import Loop
 from runtime.manifest import Manifest, ManifestError, load_manifest, tokenizer_hash
 from runtime.memory import free_bytes
 from runtime.prefix_cache import BlockPrefixCache, NoPrefixCache, PrefixCache
 from runtime.request import FinishReason, QueueFull, Request, RequestLimits, RequestOutput
+from runtime.scheduler import AUTO, Tables, available_policies
 from runtime.sequence import OnOutput, Sequence
 from runtime.text import Tokenizer
 
@@ -50,6 +54,7 @@ class Model:
         running_blocks, max_model_tokens = _capacity(manifest, config)
         cache_blocks = _cache_blocks(manifest, config, running_blocks, free_bytes())
         self.num_blocks = running_blocks + cache_blocks
+        self.tables = _load_tables(engine_dir, manifest, config)
         self.limits = RequestLimits(
             vocab_size=manifest.verifier.vocab_size,
             max_model_tokens=max_model_tokens,
@@ -59,6 +64,8 @@ class Model:
             acceptance=config.acceptance,
             max_bad_words=config.max_bad_words,
             max_logit_bias=config.max_logit_bias,
+            block_size=0 if manifest.drafter is None else manifest.drafter.block_size,
+            policies=available_policies(manifest.drafter, self.tables),
         )
         self._draft_vocab = _load_draft_vocab(engine_dir, manifest)
         self.engines = load_engines(engine_dir, manifest, self.num_blocks, config.engine_threads)
@@ -77,6 +84,8 @@ class Model:
             self.tokenizer,
             config,
             self.cache,
+            self.tables,
+            LoadGauge(config, None if self.manifest.on_cpu else nvml_utilisation()),
         )
 
     def close(self) -> None:
@@ -159,6 +168,19 @@ def _token_bytes(manifest: Manifest) -> int:
     """Bytes that one token occupies in both pools."""
     drafter = 0 if manifest.drafter is None else manifest.drafter.kv.token_bytes
     return manifest.verifier.kv.token_bytes + drafter
+
+
+def _load_tables(engine_dir: Path, manifest: Manifest, config: RuntimeConfig) -> Tables | None:
+    """What was measured of these engines here; None, and a warning if it matters, without it."""
+    if manifest.drafter is None or not manifest.drafter.has_confidence:
+        return None
+    try:
+        cost = load_cost(engine_dir, manifest, config.engine_threads, config.max_batch_requests)
+        return Tables(cost, load_calibration(engine_dir, manifest))
+    except TableError as error:
+        if config.policy in (AUTO, "throughput", "lagged"):
+            log.warning("%s; until then every draft is verified as a whole", error)
+        return None
 
 
 def _load_draft_vocab(engine_dir: Path, manifest: Manifest) -> NDArray[np.int64] | None:
@@ -268,6 +290,10 @@ class Decoder:
             for position, count in dict(at).items():
                 values[f'{name}_at_position_total{{position="{position}"}}'] = count
         values |= {
+            "predicted_decoding_seconds_total": metrics.predicted_decoding_s,
+            "measured_decoding_seconds_total": metrics.measured_decoding_s,
+            "load": loop.scheduler.gauge.value,
+            "drafting": float(loop.scheduler.drafting),
             "running_requests": len(loop.admission.running),
             "waiting_requests": len(loop.admission.waiting) + len(self._arrivals),
             "kv_blocks": pool.num_blocks,

@@ -6,7 +6,8 @@ engines, acceptance and policies are behind their own modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +23,32 @@ from runtime.batch import (
 )
 from runtime.config import RuntimeConfig
 from runtime.engine import Engines
+from runtime.load import LoadGauge
 from runtime.logits import log_probs, processor_for
 from runtime.manifest import Manifest
 from runtime.metrics import Metrics
 from runtime.prefix_cache import PrefixCache
 from runtime.randomness import draft_noise, round_noise
 from runtime.request import FinishReason, Origin, Request
-from runtime.schedule import choose_lengths, parse_policy
+from runtime.scheduler import Scheduler, Tables, resolve_policy
 from runtime.sequence import OnOutput, Sequence
 from runtime.text import Tokenizer
 
 Drafts = dict[Sequence, Draft]
 Lengths = dict[Sequence, int]
+
+# Context tokens that a sequence may owe the drafter before they are given to it though it drafts
+# nothing: they are kept as features, which take more memory than the drafter's K/V.
+MAX_PENDING_TOKENS = 512
+
+
+class Round(NamedTuple):
+    """What became of one draft, for those who record it."""
+
+    sequence: Sequence
+    confidence_logits: NDArray[np.float32]  # [g]
+    num_verified: int
+    num_accepted: int
 
 
 class Loop:
@@ -47,6 +62,8 @@ class Loop:
         tokenizer: Tokenizer,
         config: RuntimeConfig,
         cache: PrefixCache,
+        tables: Tables | None = None,
+        gauge: LoadGauge | None = None,
     ) -> None:
         kv = manifest.verifier.kv
         self.metrics = Metrics()
@@ -56,9 +73,14 @@ class Loop:
         self._block_tokens = kv.block_tokens
         self._vocab_size = manifest.verifier.vocab_size
         self._block_size = 0 if manifest.drafter is None else manifest.drafter.block_size
-        self._policy = parse_policy(
-            config.policy if manifest.drafter is not None else "off", self._block_size
+        self.scheduler: Scheduler[Sequence] = Scheduler(
+            resolve_policy(config.policy, manifest.drafter, tables),
+            config,
+            self.metrics,
+            tables,
+            gauge or LoadGauge(config),
         )
+        self.on_round: Callable[[Round], None] | None = None
         self._draft_vocab = draft_vocab
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(manifest.eos_token_ids)
@@ -79,7 +101,7 @@ class Loop:
             end_ids = frozenset()
         processor = processor_for(request, self._tokenizer, end_ids, self._vocab_size)
         sequence = Sequence(self._next_id, request, self._tokenizer, end_ids, on_output, processor)
-        sequence.drafted = self._policy.speculates and sequence.speculates
+        sequence.drafted = self.scheduler.speculates(sequence)
         self.admission.waiting.append(sequence)
         self.metrics.counts["requests"] += 1
         self.metrics.counts["prompt_tokens"] += sequence.num_prompt
@@ -93,19 +115,26 @@ class Loop:
 
     def step(self) -> None:
         """One round: every running sequence gains at least one token or one prefill chunk."""
-        metrics = self.metrics
+        metrics, scheduler, admission = self.metrics, self.scheduler, self.admission
         metrics.start_step()
         self._admit()
+        scheduler.plan([s for s in admission.running if s.is_decoding])
         caps = self._reserve()
         metrics.lap("admit")
+        old_context = metrics.counts["drafter_context_tokens"]
         drafts = self._draft(caps)
         metrics.lap("draft")
         verified = self._schedule(caps, drafts)
         metrics.lap("schedule")
         if decoding := self._decode_segments(caps, verified):
             self._verify(decoding, verified, "")
+            num_verified = sum(len(draft.token_ids) for draft in verified.values())
+            new_context = metrics.counts["drafter_context_tokens"] - old_context
+            predicted_s = scheduler.predicted_s(len(drafts), num_verified, new_context)
+            metrics.end_decoding(predicted_s)
         if prefilling := self._prefill_segments():
             self._verify(prefilling, verified, "prefill_")
+        scheduler.gauge.update(metrics.step_s, len(admission.running), len(admission.waiting))
 
     def _admit(self) -> None:
         for sequence in self.admission.admit():
@@ -134,7 +163,7 @@ class Loop:
         return True
 
     def _cap(self, sequence: Sequence) -> int:
-        if not (sequence.drafted and sequence.num_computed):
+        if not (self.scheduler.drafts_for(sequence) and sequence.num_computed):
             return 0
         wanted = sequence.request.num_draft_tokens
         block = self._block_size if wanted is None else min(wanted, self._block_size)
@@ -145,7 +174,7 @@ class Loop:
         sequences = [
             s
             for s in self.admission.running
-            if s.pending_features and (caps.get(s) or not s.is_decoding)
+            if s.pending_features and (caps.get(s) or s.num_pending >= MAX_PENDING_TOKENS)
         ]
         if not sequences:
             return {}
@@ -160,6 +189,7 @@ class Loop:
                     outputs["draft_ids"][row],
                     None if greedy else outputs["draft_logits"][row],
                     self._draft_vocab,
+                    outputs["confidence_logits"][row] if "confidence_logits" in outputs else None,
                 )
         return drafts
 
@@ -191,6 +221,7 @@ class Loop:
         batch = pack_draft(segments, self._block_tokens)
         outputs = drafter.run(batch.inputs)
         drafter.commit(np.arange(len(batch.slots)), batch.slots)
+        self.metrics.counts["drafter_context_tokens"] += len(batch.slots)
         for sequence, segment in zip(sequences, segments, strict=True):
             sequence.num_drafter_computed += len(segment.features)
             sequence.pending_features.clear()
@@ -201,8 +232,13 @@ class Loop:
         """Cut each draft to the tokens that will be verified; a draft cut to none is left out."""
         if not drafts:
             return {}
-        lengths = choose_lengths(self._policy, np.array([caps[s] for s in drafts])).tolist()
-        cut = {s: d.first(n) for (s, d), n in zip(drafts.items(), lengths, strict=True)}
+        logits = [d.confidence_logits for d in drafts.values() if d.confidence_logits is not None]
+        lengths = self.scheduler.lengths(
+            list(drafts),
+            np.array([caps[s] for s in drafts]),
+            np.stack(logits) if logits else None,
+        )
+        cut = {s: d.first(n) for (s, d), n in zip(drafts.items(), lengths.tolist(), strict=True)}
         return {s: d for s, d in cut.items() if d is not None}
 
     def _decode_segments(
@@ -273,6 +309,14 @@ class Loop:
                 new_ids = [*accepted, result.next_token]
                 if sequence.request.return_log_probs:
                     likely = log_probs(logits, new_ids)
+                if self.on_round and draft is not None and draft.confidence_logits is not None:
+                    row = Round(
+                        sequence,
+                        draft.confidence_logits.copy(),
+                        len(draft.token_ids),
+                        result.num_accepted,
+                    )
+                    self.on_round(row)
             start = batch.token_starts[i]
             rows.append(np.arange(start, start + kept))
             into.append(slots(segment.blocks, segment.context_len, kept, self._block_tokens))

@@ -55,9 +55,14 @@ class Manifest:
     eos_token_ids: tuple[int, ...]
     device: dict[str, Any] = field(default_factory=dict)
     parity: dict[str, Any] = field(default_factory=dict)
-    cost: str | None = None
-    calibration: str | None = None
+    cost: str | None = None  # where the cost table goes in the engine folder, measured or not yet
+    calibration: str | None = None  # likewise
     format: int = FORMAT
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the engines run on a CPU."""
+        return self.device.get("provider", "CPUExecutionProvider") == "CPUExecutionProvider"
 
     @property
     def fingerprint(self) -> str:

@@ -50,12 +50,25 @@ class Metrics:
         # Taken out by the exporter's thread; without one the oldest are lost.
         self.observations: deque[tuple[str, float]] = deque(maxlen=1 << 14)
         self.counts.update({f"finished_{reason}": 0 for reason in get_args(FinishReason)})
-        self._lap_s = time.perf_counter()
+        self.predicted_decoding_s = 0.0  # by the cost table,
+        self.measured_decoding_s = 0.0  # and by the clock, of the same steps
+        self._start_s = self._lap_s = time.perf_counter()
 
     def start_step(self) -> None:
         """Begin the time split of a step."""
         self.counts["steps"] += 1
-        self._lap_s = time.perf_counter()
+        self._start_s = self._lap_s = time.perf_counter()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the step's start to its last lap."""
+        return self._lap_s - self._start_s
+
+    def end_decoding(self, predicted_s: float | None) -> None:
+        """Book a step's decoding beside what the cost table said, if there is one."""
+        if predicted_s is not None:
+            self.predicted_decoding_s += predicted_s
+            self.measured_decoding_s += self.step_s
 
     def lap(self, phase: str) -> None:
         """Book the time since the previous lap under `phase`."""

@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from runtime.config import ConfigError
+from runtime.schedule import Policy, parse_policy
+
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows fp32; 0 itself means greedy
 MAX_CACHE_SALT_CHARS = 256
 
@@ -234,6 +237,7 @@ PARAMETERS: dict[str, Parameter] = {
             "num_draft_tokens", int, None, low=0, help="most draft tokens verified per round"
         ),
         Parameter("disable_spec_decode", bool, False, help="plain decoding for this request"),
+        Parameter("policy", str, None, help="scheduling policy; the server's when absent"),
         Parameter(
             "cache_salt",
             str,
@@ -277,6 +281,8 @@ class RequestLimits:
     acceptance: str = "auto"
     max_bad_words: int = 64
     max_logit_bias: int = 300  # token ids
+    block_size: int = 0  # of the drafter
+    policies: tuple[str, ...] = ("off",)  # names of those that this server can run
 
 
 @dataclass(frozen=True)
@@ -305,6 +311,7 @@ class Request:
     disable_spec_decode: bool
     cache_salt: str
     disable_prefix_cache: bool
+    policy: Policy | None  # None: the server's
     coupled: bool
 
     @property
@@ -382,6 +389,8 @@ def validate_request(fields: Mapping[str, Any], limits: RequestLimits) -> Reques
             f"cache_salt may have at most {MAX_CACHE_SALT_CHARS} characters, "
             f"got {len(values['cache_salt'])}"
         )
+    if values["policy"] is not None:
+        values["policy"] = _policy(values["policy"], limits)
     seed = values["seed"]
     rule = values["acceptance"]
     if rule == "auto":
@@ -432,3 +441,15 @@ def _max_tokens(values: Mapping[str, Any], limits: RequestLimits) -> int:
             f"got {num_prompt} + {max_tokens}"
         )
     return max_tokens
+
+
+def _policy(text: str, limits: RequestLimits) -> Policy:
+    try:
+        policy = parse_policy(text, limits.block_size)
+    except ConfigError as error:
+        raise InvalidRequest(str(error)) from error
+    if policy.name not in limits.policies:
+        raise InvalidRequest(
+            f"policy must be one of {', '.join(limits.policies)} on this server, got {text!r}"
+        )
+    return policy

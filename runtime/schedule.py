@@ -1,56 +1,206 @@
 """Scheduling: how many draft tokens of each request are verified. Pure functions over arrays.
 
 Whatever is chosen, the output distribution is the verifier's (`runtime.accept`); a policy decides
-about speed alone. Whether token k of a draft is verified must never depend on that token's value.
+about speed alone. For that to hold, whether token x_k of a draft is verified must not depend on x_k
+or on anything computed from it (DSpark section 4): c_k and the survivals a_1 .. a_k are computed
+from x_1 .. x_{k-1} and may be used, c_{k+1} may not.
+
+Symbols: R requests, g draft tokens per block. `survival` [R, g] is a_k = c_1 ... c_k, calibrated,
+which never rises along a row. `step_s` [n + 1] is what a step takes with 0 .. n draft tokens
+verified, its drafting included.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.config import ConfigError
 
+Int = NDArray[np.int64]
+Float = NDArray[np.float64]
+
+THRESHOLD_BASE = 0.3  # of the paper
+THRESHOLD_SLOPE = 0.5
+
+_INDEX_BITS = 22  # room for four million draft tokens in a step
+_SURVIVAL_STEPS = 2.0**40  # survivals closer than this are ties
+
 
 @dataclass(frozen=True)
 class Policy:
-    """A parsed policy: its name and, for `fixed`, the tokens per round (None: the full block)."""
+    """A parsed policy: its name and argument (None: the default of that policy)."""
 
     name: str
-    num_tokens: int | None = None
+    argument: float | None = None
 
     @property
     def speculates(self) -> bool:
         """Whether the drafter runs at all."""
-        return self.name != "off" and self.num_tokens != 0
+        return self.name != "off" and (self.name, self.argument) != ("fixed", 0)
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether it looks at the drafter's confidences."""
+        return self.name not in ("off", "fixed")
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether it needs the engine's cost table and calibrated confidences."""
+        return self.name in ("throughput", "lagged")
+
+    def __str__(self) -> str:
+        return self.name if self.argument is None else f"{self.name}:{self.argument:g}"
 
 
 def parse_policy(text: str, block_size: int) -> Policy:
-    """Parse `off`, `fixed` or `fixed:k` with k from 0 to the drafter's block size.
+    """Parse `off`, `fixed[:k]`, `threshold[:base]`, `throughput` or `lagged`.
 
-    Raises ConfigError naming the valid policies and the value.
+    k is from 0 to the drafter's block size, the base from 0 to 1. Raises ConfigError naming the
+    valid policies and the value.
     """
-    if text in ("off", "fixed"):
-        return Policy(text)
-    name, _, argument = text.partition(":")
+    name, colon, argument = text.partition(":")
+    if not colon and name in ("off", "fixed", "threshold", "throughput", "lagged"):
+        return Policy(name)
     if name == "fixed" and argument.isdecimal() and int(argument) <= block_size:
-        return Policy("fixed", int(argument))
+        return Policy(name, int(argument))
+    if name == "threshold":
+        try:
+            base = float(argument)
+        except ValueError:
+            base = -1
+        if 0 <= base <= 1:
+            return Policy(name, base)
     raise ConfigError(
-        f"policy must be off, fixed or fixed:k with k from 0 to {block_size}, got {text!r}"
+        f"policy must be off, fixed, fixed:k with k from 0 to {block_size}, threshold, "
+        f"threshold:base with a base from 0 to 1, throughput or lagged, got {text!r}"
     )
 
 
-def choose_lengths(policy: Policy, caps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Draft tokens to verify for each request, [R], each from 0 to its cap.
+def fixed_lengths(caps: Int, num_tokens: int | None = None) -> Int:
+    """The same length for every request, [R], as far as its cap allows; None: the whole block."""
+    return caps if num_tokens is None else np.minimum(caps, num_tokens)
+
+
+def load_threshold(load: float, base: float = THRESHOLD_BASE) -> float:
+    """Confidence below which `threshold` cuts, at a load in [0, 1]."""
+    return base * (1 + THRESHOLD_SLOPE * load)
+
+
+def threshold_lengths(confidence: Float, caps: Int, threshold: float) -> Int:
+    """Cut each request at its first confidence below the threshold.
 
     Args:
-        policy: the active policy.
+        confidence: [R, g] c_k, not their products.
         caps: [R] what each request's block, parameters and remaining tokens allow.
+        threshold: see `load_threshold`.
     """
-    if not policy.speculates:
-        return np.zeros_like(caps)
-    if policy.num_tokens is None:
-        return caps
-    return np.minimum(caps, policy.num_tokens)
+    kept = np.logical_and.accumulate(confidence >= threshold, axis=1).sum(axis=1)
+    return np.minimum(kept, caps)
+
+
+def throughput_lengths(
+    survival: Float, caps: Int, step_s: Float, base_tokens: float, min_gain: float = 0.0
+) -> Int:
+    """DSpark Algorithm 1: admit the likeliest draft tokens while tokens per second rise.
+
+    Stopping at the first token that does not raise them, instead of taking the best of all counts,
+    keeps every decision free of what is computed from the token it is about.
+
+    Args:
+        survival: [R, g].
+        caps: [R].
+        step_s: [n + 1], n at least the sum of caps.
+        base_tokens: tokens that the step yields without any of these (one for every request that
+            decodes in it).
+        min_gain: cut only where going on would fall by more than this share below the best so far;
+            0 is the paper's rule.
+    """
+    rows, values = _ranked(survival, caps)
+    return _first(rows, int(num_admitted(values, step_s, base_tokens, min_gain)), len(caps))
+
+
+def lagged_lengths(
+    survival: Float, old_survival: Float, caps: Int, step_s: Float, base_tokens: float
+) -> Int:
+    """Verify the K likeliest draft tokens, K being the best count for older confidences.
+
+    The count does not look at today's draft, so it may be the best of all: no early stop, and
+    steps in `step_s` do not matter.
+
+    Args:
+        survival: [R, g] of this step.
+        old_survival: [R, g] of two steps ago; 1 for a request too young for that.
+        caps: [R].
+        step_s: [n + 1], n at least the sum of caps.
+        base_tokens: see `throughput_lengths`.
+    """
+    allowed = np.arange(survival.shape[1]) < caps[:, None]
+    old_values = -np.sort(-old_survival[allowed])
+    count = int(np.argmax(_tokens(old_values, base_tokens) / step_s[: len(old_values) + 1]))
+    rows, _ = _ranked(survival, caps)
+    return _first(rows, count, len(caps))
+
+
+class Outlook(NamedTuple):
+    """What steps under `throughput` yield on average."""
+
+    tokens: float
+    seconds: float
+
+
+def expect_throughput(
+    survivals: Float, requests: int, step_s: Float, base_tokens: float, min_gain: float = 0.0
+) -> Outlook:
+    """Average step of `throughput_lengths` for requests whose survivals are like these.
+
+    Args:
+        survivals: [N, g] a sample of rounds; taken in groups of `requests`.
+        requests: that draft in a step.
+        step_s, base_tokens, min_gain: see `throughput_lengths`.
+    """
+    num_groups = max(1, len(survivals) // requests)
+    grouped = np.resize(survivals, (num_groups, requests * survivals.shape[1]))
+    values = -np.sort(-grouped, axis=1)
+    counts = num_admitted(values, step_s, base_tokens, min_gain)
+    tokens = np.take_along_axis(_tokens(values, base_tokens), counts[:, None], axis=1)
+    return Outlook(float(tokens.mean()), float(step_s[counts].mean()))
+
+
+def num_admitted(values: Float, step_s: Float, base_tokens: float, min_gain: float) -> Int:
+    """How many of `values` [..., n], sorted downwards, `throughput_lengths` admits: [...]."""
+    rate = _tokens(values, base_tokens) / step_s[: values.shape[-1] + 1]
+    best = np.maximum.accumulate(rate, axis=-1)
+    rises = rate[..., 1:] > best[..., :-1] * (1 - min_gain)
+    result: Int = np.logical_and.accumulate(rises, axis=-1).sum(axis=-1)
+    return result
+
+
+def _ranked(survival: Float, caps: Int) -> tuple[Int, Float]:
+    """Row and survival of every draft token within the caps, likeliest first.
+
+    Ties go by position, then by row: never by anything that depends on a token's value. Survival
+    does not rise along a row, so the tokens of a row come in their order.
+    """
+    by_position = np.ascontiguousarray(survival.T)  # [g, R]
+    index = np.arange(by_position.size).reshape(by_position.shape)
+    # One integer to sort by: the survival in its high bits, then the place. Unlike a stable sort
+    # of floats it is vectorised.
+    keys = ((1 - by_position) * _SURVIVAL_STEPS).astype(np.int64) << _INDEX_BITS | index
+    allowed = np.arange(len(by_position))[:, None] < caps
+    order = np.sort(keys[allowed]) & ((1 << _INDEX_BITS) - 1)
+    return order % len(caps), by_position.reshape(-1)[order]
+
+
+def _tokens(values: Float, base_tokens: float) -> Float:
+    """Expected tokens with the first 0 .. n of `values` [..., n] verified: [..., n + 1]."""
+    none = np.zeros((*values.shape[:-1], 1))
+    result: Float = base_tokens + np.concatenate([none, np.cumsum(values, axis=-1)], axis=-1)
+    return result
+
+
+def _first(rows: Int, count: int, num_requests: int) -> Int:
+    return np.bincount(rows[:count], minlength=num_requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -42,6 +43,9 @@ class Sequence:
     num_drafter_computed: int = 0
     pending_features: list[NDArray[np.float32]] = field(default_factory=list)
     drafted: bool = False  # the drafter's K/V are computed too
+    survivals: deque[NDArray[np.float64]] = field(  # [g] of the last two rounds, older first
+        default_factory=lambda: deque(maxlen=2)
+    )
     finish_reason: FinishReason | None = None
     ended: bool = False  # the final output has been sent
 
@@ -92,6 +96,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether only the anchor is uncomputed."""
         return self.num_uncomputed == 1
+
+    @property
+    def num_pending(self) -> int:
+        """Computed tokens that the drafter does not have in its context yet."""
+        return self.num_computed - self.num_drafter_computed
 
     @property
     def speculates(self) -> bool:

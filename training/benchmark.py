@@ -20,10 +20,9 @@ from training.drafter import Drafter, target_to_draft
 from training.evaluate import SequenceScore, Validation, score_sequence, summarise
 from training.features import CachedSequence, CacheSpec, FeatureCache
 from training.generate import GenerationEngine, GenerationRequest
+from training.scores import auc, expected_calibration_error
 from training.store import SequenceMeta, StoreWriter, read_store, store_paths
 from training.target import Target
-
-NUM_BINS = 10
 
 
 @dataclass
@@ -142,27 +141,6 @@ def confidence_report(
         report.mean_acceptance.append(float(hit.mean()) if len(c) else float("nan"))
         reached = alive
     return report
-
-
-def auc(scores: npt.NDArray[np.floating], positive: npt.NDArray[np.bool_]) -> float:
-    """Area under the ROC curve, ties counted half; NaN if only one outcome occurred."""
-    wins, losses = int(positive.sum()), int((~positive).sum())
-    if not wins or not losses:
-        return float("nan")
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # mean rank of each tie group
-    return float((ranks[positive].sum() - wins * (wins + 1) / 2) / (wins * losses))
-
-
-def expected_calibration_error(
-    confidences: npt.NDArray[np.floating], hits: npt.NDArray[np.bool_]
-) -> float:
-    """Mean gap between confidence and frequency over ten equal bins; NaN without samples."""
-    if not len(confidences):
-        return float("nan")
-    bins = np.minimum((confidences * NUM_BINS).astype(int), NUM_BINS - 1)
-    gaps = np.bincount(bins, confidences - hits, minlength=NUM_BINS)
-    return float(np.abs(gaps).sum() / len(confidences))
 
 
 def judge(

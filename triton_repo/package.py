@@ -55,7 +55,9 @@ def package(build_dir: Path) -> bool:
         )
     configs = {name: render_config(name) for name in (MODEL_NAME, UNARY_MODEL_NAME)}
     unary = _SOURCES / "unary_model.py"
-    engine_files = {f"engines/{name}": engine_dir / name for name in _engine_files(manifest)}
+    engine_files = {
+        f"engines/{name}": engine_dir / name for name in _engine_files(engine_dir, manifest)
+    }
     small_files = dict(_small_files(tokenizer_dir))
 
     def make(repository: Path) -> None:
@@ -75,7 +77,7 @@ def package(build_dir: Path) -> bool:
         hash_file(unary),
         manifest.to_json(),  # carries the hashes of the large files
         {path: hash_file(source) for path, source in small_files.items()},
-        [hash_file(engine_dir / name) for name in _measurements(manifest)],
+        [hash_file(engine_dir / name) for name in _measurements(engine_dir, manifest)],
     )
     return publish(build_dir / "repository", key, make)
 
@@ -93,13 +95,15 @@ def _small_files(tokenizer_dir: Path) -> Iterator[tuple[str, Path]]:
             yield f"tokenizer/{name}", tokenizer_dir / name
 
 
-def _engine_files(manifest: Manifest) -> list[str]:
+def _engine_files(engine_dir: Path, manifest: Manifest) -> list[str]:
     """Everything the manifest names, relative to the engine folder, and the manifest itself."""
-    names = [FILE_NAME, *_measurements(manifest)]
+    names = [FILE_NAME, *_measurements(engine_dir, manifest)]
     for artifact in manifest.artifacts.values():
         names += [artifact.path, *artifact.data_files]
     return names
 
 
-def _measurements(manifest: Manifest) -> list[str]:
-    return [name for name in (manifest.cost, manifest.calibration) if name]
+def _measurements(engine_dir: Path, manifest: Manifest) -> list[str]:
+    """Those that were made: engines serve without them too."""
+    names = [name for name in (manifest.cost, manifest.calibration) if name]
+    return [name for name in names if (engine_dir / name).is_file()]

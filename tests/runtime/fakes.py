@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.calibration import Calibration, Scaling
 from runtime.config import RuntimeConfig
+from runtime.cost import CostTable
 from runtime.disk_tier import DiskTier
 from runtime.engine import Engines
 from runtime.kv_blocks import BlockPool
@@ -23,6 +25,7 @@ from runtime.manifest import Builder, Manifest
 from runtime.prefix_cache import BlockPrefixCache, NoPrefixCache, PrefixCache
 from runtime.request import Request, RequestLimits, RequestOutput, validate_request
 from runtime.sampling import draw, softmax
+from runtime.scheduler import Tables
 from runtime.spec import DrafterDims, KvDims, VerifierDims
 
 VOCAB = 24
@@ -36,6 +39,8 @@ LIMITS = RequestLimits(
     max_stop_words=4,
     max_stop_word_chars=16,
     default_max_tokens=16,
+    block_size=BLOCK_SIZE,
+    policies=("off", "fixed", "threshold", "throughput", "lagged"),
 )
 
 
@@ -171,6 +176,8 @@ class FakeVerifier(_Pool):
 class FakeDrafter(_Pool):
     """Drafts the target's own token with probability `agreement`, else something else.
 
+    Its confidence in a token is a function of the tokens before it, drafted ones included.
+
     Above temperature 0 it samples from the target's logits tilted by noise of size 1 - agreement.
     """
 
@@ -185,6 +192,7 @@ class FakeDrafter(_Pool):
         count = len(inputs["anchor_ids"])
         ids = np.empty((count, BLOCK_SIZE), np.int64)
         logits = np.empty((count, BLOCK_SIZE, VOCAB), np.float32)
+        confidence = np.empty((count, BLOCK_SIZE), np.float32)
         start = 0
         for r, length in enumerate(inputs["segment_lens"].tolist()):
             context = int(inputs["context_lens"][r])
@@ -193,6 +201,7 @@ class FakeDrafter(_Pool):
             history = self.history(inputs["block_table"][r], context) + own[:, 0].tolist()
             history.append(int(inputs["anchor_ids"][r]))
             for k in range(BLOCK_SIZE):
+                confidence[r, k] = target_logits(tuple(history))[0] + 2
                 ids[r, k], logits[r, k] = self._propose(
                     history,
                     float(inputs["temperature"][r]),
@@ -201,7 +210,7 @@ class FakeDrafter(_Pool):
                 )
                 history.append(int(ids[r, k]))
             start += length
-        return {"draft_ids": ids, "draft_logits": logits}
+        return {"draft_ids": ids, "draft_logits": logits, "confidence_logits": confidence}
 
     def _propose(
         self,
@@ -232,11 +241,44 @@ def manifest(with_drafter: bool = True) -> Manifest:
         opset=20,
         builder=Builder("fake", "0"),
         verifier=VerifierDims(kv, 1, VOCAB, 200, (0, 1)),
-        drafter=DrafterDims(kv, 2, BLOCK_SIZE, VOCAB, False) if with_drafter else None,
+        drafter=DrafterDims(kv, 2, BLOCK_SIZE, VOCAB, True) if with_drafter else None,
         artifacts={},
         tokenizer_sha256="",
         eos_token_ids=(EOS,),
     )
+
+
+def make_tables(
+    *,
+    request_s: float = 0.1,
+    token_s: float = 0.02,
+    draft_s: float = 0.1,
+    survival: float = 0.6,
+    context_token_s: float = 0.0,
+) -> Tables:
+    """Tables of a made-up machine on which a step takes 1 s and these for what is in it.
+
+    `survival` is what each position of the calibration's rounds is given.
+    """
+    requests, segments = (1, 2, 4, 8, 16), tuple(range(1, BLOCK_SIZE + 2))
+    cost = CostTable(
+        identity={},
+        context_lens=(16,),
+        requests=requests,
+        segment_lens=segments,
+        verify_s=(
+            tuple(
+                tuple(1 + request_s * r + token_s * r * (n - 1) for n in segments) for r in requests
+            ),
+        ),
+        draft_s=(tuple(draft_s * (1 + 0.1 * r) for r in requests),),
+        context_token_s=context_token_s,
+        prefill_token_s=0.1,
+        repeats=1,
+    )
+    ones, none = (1.0,) * BLOCK_SIZE, (0.0,) * BLOCK_SIZE
+    scaling = Scaling(ones, none, none, none, ones, 4, ((survival,) * BLOCK_SIZE,) * 4)
+    return Tables(cost, Calibration("", scaling, scaling))
 
 
 def make_loop(
@@ -245,6 +287,7 @@ def make_loop(
     agreement: float | None = 0.5,
     max_cached: int = 0,
     disk: DiskTier | None = None,
+    tables: Tables | None = None,
     **options: Any,
 ) -> tuple[Loop, FakeVerifier]:
     """A loop over fakes; `agreement` None means no drafter. `options` go to RuntimeConfig.
@@ -264,6 +307,7 @@ def make_loop(
         FakeTokenizer(),  # type: ignore[arg-type]
         RuntimeConfig(**options),
         cache,
+        tables,
     )
     return loop, verifier
 

@@ -63,7 +63,7 @@ def test_generate_colours_drafts(tiny_pair_build: Path, capsys: pytest.CaptureFi
     [
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt", "x", "--temperature", "-1"), "temperature must be at least 0"),
-        (("--prompt", "x", "--policy", "fast"), "policy must be off, fixed or fixed:k"),
+        (("--prompt", "x", "--policy", "fast"), "policy must be off, fixed, fixed:k"),
         (("--prompt", "x", "--max-tokens", "100000"), "together may have at most"),
     ],
 )

@@ -61,6 +61,8 @@ ZERO_ALLOWED = {
     "max_bad_words",
     "max_logit_bias",
     "prefix_cache_mb",
+    "min_gain",
+    "load_low_step_ms",
 }
 
 

@@ -20,6 +20,7 @@ from tests.runtime.fakes import (
     greedy_reference,
     make_loop,
     make_request,
+    make_tables,
     ruled_logits,
     run_all,
     target_logits,
@@ -29,7 +30,12 @@ from tests.runtime.fakes import (
 # it either always passes or always fails).
 FALSE_ALARM = 1e-6
 
-policies = st.sampled_from(["off", "fixed", *(f"fixed:{k}" for k in range(BLOCK_SIZE + 1))])
+policies = st.sampled_from(
+    [
+        *("off", "fixed", *(f"fixed:{k}" for k in range(BLOCK_SIZE + 1))),
+        *("threshold", "throughput", "throughput", "lagged", "lagged"),
+    ]
+)
 prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=30).map(tuple)
 rules = st.fixed_dictionaries(
     {},
@@ -57,6 +63,7 @@ greedy_requests = st.fixed_dictionaries(
 @given(
     requests=st.lists(greedy_requests, min_size=1, max_size=10),
     policy=policies,
+    draft_s=st.sampled_from([0.0, 0.3, 1.0]),
     agreement=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     slots=st.integers(1, 16),
     chunk=st.sampled_from([1, 3, 8, 64]),
@@ -66,6 +73,7 @@ greedy_requests = st.fixed_dictionaries(
 def test_greedy_equals_plain_decoding(
     requests: list[dict],
     policy: str,
+    draft_s: float,
     agreement: float,
     slots: int,
     chunk: int,
@@ -79,6 +87,7 @@ def test_greedy_equals_plain_decoding(
     loop, _ = make_loop(
         num_blocks=num_blocks,
         agreement=agreement,
+        tables=make_tables(draft_s=draft_s),
         policy=policy,
         max_batch_requests=slots,
         prefill_chunk_tokens=chunk,
@@ -117,7 +126,13 @@ def test_greedy_equals_plain_decoding_with_penalties_bias_and_bans(
 ) -> None:
     """Each row must look back on the draft tokens before it, and never on those of another round;
     a pool of 30 blocks preempts, which must not count anything twice."""
-    loop, _ = make_loop(num_blocks=30, agreement=agreement, policy=policy, max_batch_requests=4)
+    loop, _ = make_loop(
+        tables=make_tables(),
+        num_blocks=30,
+        agreement=agreement,
+        policy=policy,
+        max_batch_requests=4,
+    )
     fields["min_tokens"] = min(12, fields.get("min_tokens", 0))
     requests = [
         make_request(prompt, max_tokens=12, ignore_eos=not stop_at_eos, **fields)
@@ -312,12 +327,18 @@ def test_coupled_text_is_a_function_of_the_seed_alone(temperature: float) -> Non
     assert len({tuple(tokens) for tokens in expected.values()}) == len(seeds)
 
 
-@pytest.mark.parametrize("policy", ["off", "fixed:1", "fixed"])
-@pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
+@pytest.mark.parametrize(
+    ("policy", "acceptance"),
+    [
+        *[(p, a) for p in ("off", "fixed:1", "fixed") for a in ("rejection", "coupled")],
+        *[(p, "rejection") for p in ("throughput", "lagged")],
+    ],
+)
 def test_sampled_tokens_have_the_target_distribution(policy: str, acceptance: str) -> None:
     """First and second token through the whole loop, 4,000 seeds, chi-square on their cells."""
     prompt, count, temperature = (7, 8, 9), 4_000, 0.8
-    loop, _ = make_loop(agreement=0.4, policy=policy, max_batch_requests=64)
+    tables = make_tables(request_s=0.05, token_s=0.04, draft_s=0.0)
+    loop, _ = make_loop(agreement=0.4, policy=policy, max_batch_requests=64, tables=tables)
     results = run_all(
         loop,
         [

@@ -66,6 +66,7 @@ def test_defaults() -> None:
         "disable_spec_decode": False,
         "cache_salt": "",
         "disable_prefix_cache": False,
+        "policy": None,
         "coupled": False,
     }
     assert request.greedy

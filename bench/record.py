@@ -1,0 +1,152 @@
+"""`dspark bench record`: confidences and outcomes of whole drafts, for judging and simulating.
+
+Every prompt is decoded greedily and at temperature 1 with the whole block verified. The report says
+how long accepted prefixes are and how well the calibration in use predicts them on these prompts;
+the file keeps the rounds for `dspark simulate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.prompts import read_prompts
+from engines.calibrate import RoundLog, Rounds, errors
+from runtime.calibration import Calibration, sigmoid
+from runtime.cli import add_model_arguments, open_model, run_guarded
+from runtime.config import ConfigError
+from runtime.request import RequestOutput, validate_request
+
+TEMPERATURES = (0.0, 1.0)
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Rounds of both modes, and the requests [q] they belong to by `rounds.request`."""
+
+    rounds: Rounds
+    greedy: NDArray[np.bool_]  # [q]
+    prompt_tokens: NDArray[np.int64]  # [q]
+
+    def of_mode(self, greedy: bool) -> Rounds:
+        """The rounds of one mode."""
+        return self.rounds.of(self.greedy[self.rounds.request] == greedy)
+
+    def survival(self, calibration: Calibration | None) -> NDArray[np.float64]:
+        """a_k [n, g] of all rounds, calibrated if there is a calibration."""
+        if calibration is None:
+            return np.cumprod(sigmoid(self.rounds.logits), axis=1)
+        greedy = self.greedy[self.rounds.request]
+        return np.cumprod(calibration.confidence(self.rounds.logits, greedy), axis=1)
+
+    def save(self, path: Path) -> None:
+        """Write an .npz file."""
+        np.savez_compressed(
+            path, **vars(self.rounds), greedy=self.greedy, prompt_tokens=self.prompt_tokens
+        )
+
+
+def load_recording(path: Path) -> Recording:
+    """Read what `Recording.save` wrote. Raises ConfigError when the file is something else."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            names = ("logits", "verified", "accepted", "request")
+            rounds = Rounds(*(arrays[name] for name in names))
+            return Recording(rounds, arrays["greedy"], arrays["prompt_tokens"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{path} holds no recorded rounds: run `dspark bench record`") from error
+
+
+def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `bench record`."""
+    parser = kinds.add_parser(
+        "record",
+        help="confidences and outcomes of whole drafts, and how well calibrated they are",
+        description="Decode prompts with the whole block verified and record every round.",
+        allow_abbrev=False,
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, metavar="FILE")
+    parser.add_argument(
+        "--limit", type=int, default=0, metavar="N", help="first N of each file; 0 (default): all"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--rounds", type=Path, metavar="OUT", help="write the rounds here (.npz)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report here as JSON")
+    parser.set_defaults(func=_record)
+
+
+@run_guarded
+def _record(args: argparse.Namespace) -> int:
+    model = open_model(args, max_batch_requests=BATCH, policy="fixed")
+    texts = [text for path in args.prompts for text in read_prompts(path, args.limit)]
+    recording = record(model, texts, args.max_new_tokens)
+    calibration = None if model.tables is None else model.tables.calibration
+    model.close()
+    report = judge(recording, calibration)
+    for name, values in report.items():
+        print(name)
+        for key, value in values.items():
+            shown = " ".join(f"{v:.3f}" for v in value) if isinstance(value, list) else value
+            print(f"  {key:>20}  {shown}")
+    if args.rounds:
+        recording.save(args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def record(model: Any, texts: list[str], max_new_tokens: int) -> Recording:
+    """Decode all texts in both modes, several at once."""
+    from tqdm import tqdm
+
+    loop, log = model.make_loop(), RoundLog()
+    loop.on_round = log
+    bar = tqdm(total=len(texts) * len(TEMPERATURES), unit="request", desc="bench record")
+
+    def on_output(output: RequestOutput) -> None:
+        if output.finish_reason is not None:
+            bar.update()
+
+    greedy, prompt_tokens = [], []
+    for temperature in TEMPERATURES:
+        for seed, text in enumerate(texts):
+            ids = model.tokenizer.encode_prompt(text, False, model.config.max_prompt_bytes)
+            fields = {"temperature": temperature, "seed": seed, "acceptance": "rejection"}
+            request = validate_request(
+                {"prompt_ids": ids, "max_tokens": max_new_tokens, **fields}, model.limits
+            )
+            loop.add(request, on_output)
+            greedy.append(temperature == 0)
+            prompt_tokens.append(len(ids))
+    while loop.has_work:
+        loop.step()
+    bar.close()
+    return Recording(log.rounds(first_request=1), np.array(greedy), np.array(prompt_tokens))
+
+
+def judge(recording: Recording, calibration: Calibration | None) -> dict[str, dict[str, Any]]:
+    """Accepted length and calibration error of the survival, for each mode."""
+    report: dict[str, dict[str, Any]] = {}
+    raw, fitted = recording.survival(None), recording.survival(calibration)
+    modes = recording.greedy[recording.rounds.request]
+    for name, greedy in (("greedy", True), ("sampling", False)):
+        rounds, rows = recording.of_mode(greedy), modes == greedy
+        report[name] = {
+            "rounds": len(rounds),
+            "accepted_length": round(1 + float(rounds.accepted.mean()), 4),
+            "ece_before": list(errors(rounds, raw[rows])),
+        }
+        if calibration is not None:
+            ece = list(errors(rounds, fitted[rows]))
+            report[name] |= {"ece_after": ece, "mean_ece_after": round(float(np.mean(ece)), 4)}
+    return report

@@ -1,0 +1,270 @@
+"""`dspark simulate`: the curves of `dspark bench load` from a cost table and recorded rounds.
+
+The scheduler that serves decides here too, step by step; only engines and clock are replaced. A
+round comes from the recording: as many draft tokens are accepted as were then, or as many as are
+verified now if that is fewer. Steps take what the cost table says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.load import plot, print_table
+from bench.record import Recording, load_recording
+from runtime.calibration import load_calibration
+from runtime.cli import run_guarded
+from runtime.config import RuntimeConfig
+from runtime.cost import parse_cost
+from runtime.load import LoadGauge
+from runtime.manifest import load_manifest
+from runtime.metrics import Metrics
+from runtime.schedule import Policy, parse_policy
+from runtime.scheduler import Scheduler, Tables
+
+
+class _Mode(NamedTuple):
+    """What the scheduler asks of a request."""
+
+    greedy: bool
+    policy: Policy | None = None
+
+
+@dataclass(eq=False)
+class SimulatedSequence:
+    """A request as the scheduler sees it, with the rounds that it will go through."""
+
+    request: _Mode
+    num_prompt: int
+    max_tokens: int
+    rounds: Iterator[tuple[NDArray[np.float32], int]]  # confidence logits [g], accepted
+    speculates: bool = True
+    num_computed: int = 0
+    num_drafter_computed: int = 0
+    num_output: int = 0
+    survivals: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=2))
+    start_s: float = 0.0
+    first_s: float = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the drafter does not have in its context."""
+        return self.num_computed - self.num_drafter_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the prompt is through."""
+        return self.num_output > 0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `simulate`."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="predict the load benchmark from a cost table and recorded confidences",
+        description="Simulate closed-loop clients under several policies, on this machine's cost "
+        "table or another's, up to thousands of requests at once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--name", default="smollm2", help="built model (default: %(default)s)")
+    parser.add_argument("--build-dir", type=Path, default=Path("build"))
+    parser.add_argument(
+        "--rounds", type=Path, required=True, metavar="FILE", help="from `dspark bench record`"
+    )
+    parser.add_argument(
+        "--cost", type=Path, metavar="FILE", help="a cost.json (default: the built model's)"
+    )
+    parser.add_argument("--concurrency", default="1,2,4,8,16", help="default: %(default)s")
+    parser.add_argument(
+        "--policies",
+        default="off,fixed:1,fixed:2,fixed:3,fixed,threshold,throughput,lagged",
+        help="default: %(default)s",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=12,
+        metavar="N",
+        help="that each client sends, one after another (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="report of `dspark bench load` to compare with"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report here as JSON")
+    parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the report here as PNG")
+    parser.set_defaults(func=_simulate)
+
+
+@run_guarded
+def _simulate(args: argparse.Namespace) -> int:
+    engine_dir = args.build_dir / args.name / "engines"
+    manifest = load_manifest(engine_dir)
+    cost_path = args.cost or engine_dir / (manifest.cost or "")
+    tables = Tables(parse_cost(cost_path.read_text()), load_calibration(engine_dir, manifest))
+    recording = load_recording(args.rounds)
+    results = [
+        simulate(
+            tables, recording, policy, concurrency, args.max_new_tokens, concurrency * args.requests
+        )
+        for concurrency in map(int, args.concurrency.split(","))
+        for policy in args.policies.split(",")
+    ]
+    report: dict[str, Any] = {"machine": tables.cost.identity["machine"], "results": results}
+    print_table(results)
+    if args.compare:
+        report["compared"] = compare(results, json.loads(args.compare.read_text())["results"])
+        _print_comparison(report["compared"])
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.plot:
+        plot(results, args.plot)
+    return 0
+
+
+def simulate(
+    tables: Tables,
+    recording: Recording,
+    policy: str,
+    concurrency: int,
+    max_new_tokens: int,
+    num_requests: int,
+) -> dict[str, Any]:
+    """Closed-loop clients under one policy; the fields that `dspark bench load` reports too."""
+    block = recording.rounds.logits.shape[1]
+    config = RuntimeConfig(max_batch_requests=concurrency)
+    metrics, gauge = Metrics(), LoadGauge(config)
+    scheduler: Scheduler[SimulatedSequence] = Scheduler(
+        parse_policy(policy, block), config, metrics, tables, gauge
+    )
+    arrivals = _requests(recording, max_new_tokens, num_requests)
+    running: list[SimulatedSequence] = []
+    now, tokens, verified_tokens, rounds, accepted_tokens = 0.0, 0, 0, 0, 0
+    per_user, waiting = [], num_requests
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            sequence = next(arrivals)
+            sequence.start_s = now
+            running.append(sequence)
+            waiting -= 1
+        decoding = [s for s in running if s.is_decoding]
+        scheduler.plan(decoding)
+        step_s, outcome = _decode(scheduler, decoding, block)
+        step_s += _prefill(tables, running, config.prefill_chunk_tokens)
+        now += step_s
+        gauge.update(step_s, len(running), 0)
+        for sequence, (verified, accepted) in outcome.items():
+            gained = min(accepted + 1, sequence.max_tokens - sequence.num_output)
+            sequence.num_output += gained
+            sequence.num_computed += gained
+            rounds, verified_tokens = rounds + 1, verified_tokens + verified
+            accepted_tokens += min(accepted, gained)
+            if not scheduler.speculates(sequence):
+                sequence.num_drafter_computed = sequence.num_computed
+        for sequence in running:
+            if sequence.is_decoding and not sequence.first_s:
+                sequence.first_s = now
+            if sequence.num_output >= sequence.max_tokens:
+                tokens += sequence.num_output
+                if sequence.num_output > 1:
+                    per_user.append((sequence.num_output - 1) / (now - sequence.first_s))
+        running = [s for s in running if s.num_output < s.max_tokens]
+    return {
+        "concurrency": concurrency,
+        "policy": policy,
+        "tokens_per_s": tokens / now,
+        "user_tokens_per_s": statistics.mean(per_user) if per_user else 0.0,
+        "accepted_length": 1 + accepted_tokens / rounds if rounds else 0.0,
+        "verified_per_round": verified_tokens / rounds if rounds else 0.0,
+        "acceptance": accepted_tokens / verified_tokens if verified_tokens else None,
+        "load": gauge.value,
+    }
+
+
+def _decode(
+    scheduler: Scheduler[SimulatedSequence], decoding: list[SimulatedSequence], block: int
+) -> tuple[float, dict[SimulatedSequence, tuple[int, int]]]:
+    """One decoding pass: its seconds, and verified and accepted draft tokens of each sequence."""
+    outcome = dict.fromkeys(decoding, (0, 0))
+    drafted = [s for s in decoding if scheduler.drafts_for(s) and s.max_tokens - s.num_output > 1]
+    new_context = 0
+    if drafted:
+        caps = np.array([min(block, s.max_tokens - s.num_output - 1) for s in drafted])
+        drafts = [next(s.rounds) for s in drafted]
+        lengths = scheduler.lengths(drafted, caps, np.stack([logits for logits, _ in drafts]))
+        for s, (_, accepted), length in zip(drafted, drafts, lengths.tolist(), strict=True):
+            outcome[s] = (length, min(accepted, length))
+            new_context += s.num_pending
+            s.num_drafter_computed = s.num_computed
+    num_verified = sum(verified for verified, _ in outcome.values())
+    return scheduler.predicted_s(len(drafted), num_verified, new_context) or 0.0, outcome
+
+
+def _prefill(tables: Tables, running: list[SimulatedSequence], budget: int) -> float:
+    """Advance prompts by one chunk between them; a prompt's last chunk yields its first token."""
+    done = 0
+    for sequence in running:
+        if not sequence.is_decoding and done < budget:
+            chunk = min(budget - done, sequence.num_prompt - sequence.num_computed)
+            done += chunk
+            sequence.num_computed += chunk
+            if sequence.num_computed == sequence.num_prompt:
+                sequence.num_output = 1
+    return tables.cost.prefill_token_s * done
+
+
+def _requests(recording: Recording, max_tokens: int, count: int) -> Iterator[SimulatedSequence]:
+    """The recorded requests in an order that mixes them, again and again."""
+    numbers = np.unique(recording.rounds.request)
+    order = np.random.default_rng(0).permutation(numbers)
+    for i in range(count):
+        number = order[i % len(order)]
+        rows = np.nonzero(recording.rounds.request == number)[0]
+        yield SimulatedSequence(
+            _Mode(bool(recording.greedy[number])),
+            int(recording.prompt_tokens[number]),
+            max_tokens,
+            _rounds_of(recording, rows),
+        )
+
+
+def _rounds_of(
+    recording: Recording, rows: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.float32], int]]:
+    """A request's rounds in their order, from the beginning again when they run out."""
+    while True:
+        for row in rows:
+            yield recording.rounds.logits[row], int(recording.rounds.accepted[row])
+
+
+def compare(
+    simulated: list[dict[str, Any]], measured: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Simulated over measured throughput, for what both have."""
+    by_key = {(r["concurrency"], r["policy"]): r["tokens_per_s"] for r in measured}
+    return [
+        {
+            "concurrency": r["concurrency"],
+            "policy": r["policy"],
+            "simulated_over_measured": r["tokens_per_s"] / by_key[key],
+        }
+        for r in simulated
+        if (key := (r["concurrency"], r["policy"])) in by_key
+    ]
+
+
+def _print_comparison(rows: list[dict[str, Any]]) -> None:
+    print("\nsimulated / measured tokens per second")
+    for concurrency in dict.fromkeys(r["concurrency"] for r in rows):
+        own = [r for r in rows if r["concurrency"] == concurrency]
+        ratios = "  ".join(f"{r['policy']} {r['simulated_over_measured']:.2f}" for r in own)
+        print(f"{concurrency:>4}  {ratios}")
