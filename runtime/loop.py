@@ -174,7 +174,7 @@ class Loop:
         sequences = [
             s
             for s in self.admission.running
-            if s.pending_features and (caps.get(s) or s.num_pending >= MAX_PENDING_TOKENS)
+            if s.pending_features and (caps.get(s) or self._drafter_must_catch_up(s))
         ]
         if not sequences:
             return {}
@@ -192,6 +192,11 @@ class Loop:
                     outputs["confidence_logits"][row] if "confidence_logits" in outputs else None,
                 )
         return drafts
+
+    def _drafter_must_catch_up(self, sequence: Sequence) -> bool:
+        """Whether a sequence's context goes to the drafter though nothing is drafted for it."""
+        is_owed_much = sequence.num_pending >= MAX_PENDING_TOKENS
+        return is_owed_much or (not sequence.is_decoding and self.cache.lags(sequence))
 
     def _run_drafter(self, sequences: list[Sequence]) -> dict[str, NDArray]:
         """One drafter pass over what the sequences' contexts have gained."""
