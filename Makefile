@@ -23,7 +23,7 @@ DSPARK := .venv/bin/dspark
 INSTALLED := .venv/.installed-$(shell sha256sum pyproject.toml | cut -c 1-16)
 PYTHONS := $(or $(PYTHON),python3.12 python3.11 python3.13 python3)
 
-.PHONY: help install export engines repo serve perf test clean
+.PHONY: help install export engines repo serve perf test soak clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -67,6 +67,9 @@ test: $(INSTALLED) ## lint, format check, type check and tests; needs no GPU
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/pytest
+
+soak: $(INSTALLED) ## 10,000 requests, 20,000 mutated ones and all faults against a tiny model (15 minutes)
+	DSPARK_SOAK=1 .venv/bin/pytest --timeout 3600 -s tests/triton_repo/test_soak.py tests/triton_repo/test_fuzz.py
 
 clean: ## remove build outputs; .venv stays
 	rm -rf build

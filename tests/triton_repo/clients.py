@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
+from triton_repo.bridge import HOUSEKEEPING_PERIOD_S
 from triton_repo.contract import INPUTS, MODEL_NAME, OUTPUTS, UNARY_MODEL_NAME
-from triton_repo.server import Address
+from triton_repo.server import Address, TritonServer
 
+CONTEXT_TOKENS = 512  # of the tiny model
+ADMIN_KEY = "open-sesame"  # of the server that the tests share
 _TIMEOUT_S = 30
 _NUMPY_TYPES = {
     "STRING": np.object_,
@@ -114,6 +117,33 @@ def metrics(address: Address) -> Counter[str]:
     pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("dspark_")]
     values = {name.removeprefix("dspark_"): float(value) for name, value in pairs}
     return Counter(values)  # type: ignore[arg-type]  # seconds are not whole
+
+
+def settled_metrics(address: Address) -> Counter[str]:
+    """Metrics once the last exports have happened."""
+    time.sleep(2 * HOUSEKEEPING_PERIOD_S)
+    return metrics(address)
+
+
+def idle(address: Address) -> bool:
+    """Whether nothing runs and every block is free."""
+    now = metrics(address)
+    return now["running_requests"] == 0 and now["kv_blocks_free"] == now["kv_blocks"]
+
+
+def resident_bytes(server: TritonServer) -> int:
+    """Memory of the server and its stubs."""
+    total = 0
+    for pid in (server.pid, *children_of(server.pid)):
+        status = Path(f"/proc/{pid}/status").read_text()
+        total += int(status.split("VmRSS:")[1].split()[0]) << 10
+    return total
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process started."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()]
 
 
 class GrpcStream:

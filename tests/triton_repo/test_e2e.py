@@ -12,7 +12,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,11 +21,13 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpc
 
-from runtime.config import RuntimeConfig
 from tests.triton_repo.clients import (
+    ADMIN_KEY,
+    CONTEXT_TOKENS,
     GrpcStream,
     RefusedError,
     Reply,
+    children_of,
     eventually,
     free_address,
     generate,
@@ -35,43 +36,13 @@ from tests.triton_repo.clients import (
     living_processes,
     metrics,
     post,
+    resident_bytes,
+    settled_metrics,
 )
-from triton_repo.bridge import HOUSEKEEPING_PERIOD_S
 from triton_repo.package import package
 from triton_repo.server import ADMIN_HEADER, GRPC_HEADER_PREFIX, Address, TritonServer
 
 pytestmark = pytest.mark.slow
-
-CONTEXT_TOKENS = 512  # of the tiny model
-ADMIN_KEY = "open-sesame"
-CONFIG = RuntimeConfig(kv_cache_mb=64, num_threads=1)
-
-
-@pytest.fixture(scope="session")
-def server(tiny_pair_build: Path) -> Iterator[TritonServer]:
-    build = tiny_pair_build
-    package(build)
-    with TritonServer(build / "repository", build, free_address(), CONFIG, ADMIN_KEY) as running:
-        yield running
-
-
-@pytest.fixture
-def address(server: TritonServer) -> Iterator[Address]:
-    """Where the server listens; after the test it must be healthy and idle."""
-    yield server.address
-    assert server.is_ready()
-    eventually(lambda: idle(server.address))
-
-
-def idle(address: Address) -> bool:
-    now = metrics(address)
-    return now["running_requests"] == 0 and now["kv_blocks_free"] == now["kv_blocks"]
-
-
-def settled_metrics(address: Address) -> Counter[str]:
-    """Metrics once the last exports have happened."""
-    time.sleep(2 * HOUSEKEEPING_PERIOD_S)
-    return metrics(address)
 
 
 def test_generate_takes_and_gives_plain_json(address: Address) -> None:
@@ -487,17 +458,3 @@ def test_a_killed_decoder_ends_the_streams_and_the_server(tiny_build: Path) -> N
 
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-
-
-def resident_bytes(server: TritonServer) -> int:
-    """Memory of the server and its stub."""
-    total = 0
-    for pid in (server.pid, *children_of(server.pid)):
-        status = Path(f"/proc/{pid}/status").read_text()
-        total += int(status.split("VmRSS:")[1].split()[0]) << 10
-    return total
-
-
-def children_of(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text().split()]
