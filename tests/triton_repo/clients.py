@@ -174,6 +174,12 @@ class GrpcStream:
             parameters=parameters or {},
         )
 
+    def send_tensors(self, tensors: list[grpc.InferInput], parameters: dict[str, Any]) -> None:
+        """Start a request of whatever tensors."""
+        self._client.async_stream_infer(
+            MODEL_NAME, tensors, enable_empty_final_response=True, parameters=parameters
+        )
+
     def send_rows(self, **columns: list[Any]) -> None:
         """Start a batched request of scalars."""
         inputs = [
