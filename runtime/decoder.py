@@ -287,8 +287,8 @@ class Decoder:
         values: dict[str, float] = {f"{name}_total": n for name, n in dict(metrics.counts).items()}
         values |= {f"step_{name}_seconds_total": s for name, s in dict(metrics.seconds).items()}
         for name, at in (("verified", metrics.verified_at), ("accepted", metrics.accepted_at)):
-            for position, count in dict(at).items():
-                values[f'{name}_at_position_total{{position="{position}"}}'] = count
+            for position in dict(metrics.verified_at):
+                values[f'{name}_at_position_total{{position="{position}"}}'] = at[position]
         values |= {
             "predicted_decoding_seconds_total": metrics.predicted_decoding_s,
             "measured_decoding_seconds_total": metrics.measured_decoding_s,

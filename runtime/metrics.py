@@ -34,6 +34,20 @@ HISTOGRAMS = {
     ),
 }
 
+# Counted from 0 on: a rate over a counter that first appears at 1 misses what made it appear.
+COUNTED = (
+    *(f"finished_{reason}" for reason in get_args(FinishReason)),
+    "requests",
+    "prompt_tokens",
+    "output_tokens",
+    "steps",
+    "rounds",
+    "drafted_tokens",
+    "verified_draft_tokens",
+    "accepted_draft_tokens",
+    "preemptions",
+)
+
 
 class Metrics:
     """Counts since start, by metric name; times in seconds.
@@ -49,7 +63,7 @@ class Metrics:
         self.accepted_at: Counter[int] = Counter()
         # Taken out by the exporter's thread; without one the oldest are lost.
         self.observations: deque[tuple[str, float]] = deque(maxlen=1 << 14)
-        self.counts.update({f"finished_{reason}": 0 for reason in get_args(FinishReason)})
+        self.counts.update(dict.fromkeys(COUNTED, 0))
         self.predicted_decoding_s = 0.0  # by the cost table,
         self.measured_decoding_s = 0.0  # and by the clock, of the same steps
         self._start_s = self._lap_s = time.perf_counter()

@@ -17,7 +17,7 @@ from triton_repo.server import Address, TritonServer
 def server(tiny_pair_build: Path) -> Iterator[TritonServer]:
     build = tiny_pair_build
     package(build)
-    config = RuntimeConfig(kv_cache_mb=64, num_threads=1)
+    config = RuntimeConfig(kv_cache_mb=64, prefix_cache_mb=8, num_threads=1)
     with TritonServer(build / "repository", build, free_address(), config, ADMIN_KEY) as running:
         yield running
 

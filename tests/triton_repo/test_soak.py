@@ -223,7 +223,7 @@ def test_no_clock_that_can_jump_is_read() -> None:
 
 @pytest.mark.skipif(not FULL_SIZE, reason="starts another server; run by `make soak`")
 def test_a_full_disk_for_the_log_stops_nothing(tiny_pair_build: Path) -> None:
-    config = RuntimeConfig(kv_cache_mb=64, num_threads=1)
+    config = RuntimeConfig(kv_cache_mb=64, prefix_cache_mb=8, num_threads=1)
     build = tiny_pair_build
     server = TritonServer(build / "repository", build, free_address(), config)
     server.log_path = Path("/dev/full")  # every write fails: no space left on device
