@@ -127,13 +127,7 @@ def concurrencies(text: str) -> list[int]:
 
 def make_inputs(prompts: Sequence[str], policy: str, max_tokens: int) -> dict[str, Any]:
     """perf_analyzer's input file: the prompts in turn, under one policy, all equally long."""
-    fields = {"max_tokens": max_tokens, "stream": True, "ignore_eos": True}
-    if policy == "off":
-        fields["disable_spec_decode"] = True
-    elif policy.startswith("fixed:"):
-        fields["num_draft_tokens"] = int(policy.removeprefix("fixed:"))
-    elif policy != "fixed":
-        raise ConfigError(f"policies must be off, fixed or fixed:k, got {policy!r}")
+    fields = {"max_tokens": max_tokens, "stream": True, "ignore_eos": True, "policy": policy}
     return {
         "data": [
             {"text_input": [prompt], **{name: [value] for name, value in fields.items()}}

@@ -29,18 +29,10 @@ def test_a_wrong_concurrency_is_a_sentence(text: str) -> None:
         concurrencies(text)
 
 
-@pytest.mark.parametrize(
-    ("policy", "extra"),
-    [
-        ("off", {"disable_spec_decode": [True]}),
-        ("fixed", {}),
-        ("fixed:3", {"num_draft_tokens": [3]}),
-    ],
-)
-def test_inputs_are_what_the_served_model_takes(policy: str, extra: dict[str, Any]) -> None:
-    inputs = make_inputs(["a", "b"], policy, 7)
-    common = {"max_tokens": [7], "stream": [True], "ignore_eos": [True]}
-    assert inputs["data"] == [{"text_input": [p], **common, **extra} for p in "ab"]
+def test_inputs_are_what_the_served_model_takes() -> None:
+    inputs = make_inputs(["a", "b"], "fixed:3", 7)
+    common = {"max_tokens": [7], "stream": [True], "ignore_eos": [True], "policy": ["fixed:3"]}
+    assert inputs["data"] == [{"text_input": [p], **common} for p in "ab"]
     assert all(set(item) <= set(INPUTS) for item in inputs["data"])
 
 
