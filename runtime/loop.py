@@ -195,8 +195,11 @@ class Loop:
 
     def _drafter_must_catch_up(self, sequence: Sequence) -> bool:
         """Whether a sequence's context goes to the drafter though nothing is drafted for it."""
-        is_owed_much = sequence.num_pending >= MAX_PENDING_TOKENS
-        return is_owed_much or (not sequence.is_decoding and self.cache.lags(sequence))
+        if sequence.num_pending >= MAX_PENDING_TOKENS:
+            return True
+        # A prompt enters the prefix cache as soon as it is computed, drafts or no drafts.
+        prompt_waits = sequence.num_drafter_computed < sequence.num_prompt
+        return sequence.is_decoding and prompt_waits and self.cache.lags(sequence)
 
     def _run_drafter(self, sequences: list[Sequence]) -> dict[str, NDArray]:
         """One drafter pass over what the sequences' contexts have gained."""

@@ -53,8 +53,8 @@ class PrefixCache(Protocol):
         """Look again for the blocks after `num_computed`, before they are computed.
 
         Meanwhile another sequence may have computed them, and the disk tier may hold them: blocks
-        are read from there until `max_loaded` tokens are. The sequence's own unwritten blocks are
-        replaced or filled, and it counts the tokens as computed.
+        are read from there until `max_loaded` tokens are. The sequence's own blocks, which it alone
+        holds, are replaced or filled, and it counts the tokens as computed.
         """
 
     def publish(self, sequence: Sequence) -> None:
@@ -145,27 +145,31 @@ class BlockPrefixCache:
 
     def extend(self, sequence: Sequence, max_loaded: int) -> Found:
         """See `PrefixCache.extend`."""
-        b = self._block_tokens
-        first = index = sequence.num_computed // b
-        lagging = sequence.drafted and sequence.num_drafter_computed < sequence.num_computed
-        if sequence.num_computed % b or lagging:
-            return Found(0, 0)
-        loaded = 0
-        for digest in self._wanted(sequence)[first:]:
-            block = self._find(digest, sequence.drafted)
-            if block is not None:
-                self.pool.share(block)
-                self.pool.release([sequence.blocks[index]])
-                sequence.blocks[index] = block
-            elif loaded < max_loaded and self._load(
-                digest, sequence.drafted, sequence.blocks[index]
-            ):
-                loaded += b
-            else:
+        b, drafted = self._block_tokens, sequence.drafted
+        # Blocks that wait for the drafter are as good as uncomputed if all of them are found.
+        start = (sequence.num_drafter_computed if drafted else sequence.num_computed) // b
+        blocks, loaded = [], 0
+        for index, digest in enumerate(self._wanted(sequence)[start:], start):
+            block = self._find(digest, drafted)
+            own = sequence.blocks[index]
+            ahead = index >= sequence.num_computed // b and loaded < max_loaded
+            if block is None and ahead and self._load(digest, drafted, own):
+                block, loaded = own, loaded + b
+            if block is None:
                 break
-            index += 1
-        sequence.take_cached(index, b)
-        return Found((index - first) * b, loaded)
+            blocks.append(block)
+        end = start + len(blocks)
+        gained = end * b - sequence.num_computed
+        if gained <= 0:
+            return Found(0, 0)
+        for index, block in enumerate(blocks, start):
+            own = sequence.blocks[index]
+            if block != own:
+                self.pool.share(block)
+                self.pool.release([own])
+                sequence.blocks[index] = block
+        sequence.take_cached(end, b)
+        return Found(gained, loaded)
 
     def publish(self, sequence: Sequence) -> None:
         """See `PrefixCache.publish`."""

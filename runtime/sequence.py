@@ -111,7 +111,8 @@ class Sequence:
         """Count the tokens of the first `num_blocks` blocks as computed: the cache holds them."""
         self.num_published = num_blocks
         if not self.num_preemptions:
-            self.num_cached = num_blocks * block_tokens
+            self.num_cached += num_blocks * block_tokens - self.num_computed
+        self.pending_features.clear()  # of tokens among these
         self.num_computed = num_blocks * block_tokens
         if self.drafted:
             self.num_drafter_computed = self.num_computed

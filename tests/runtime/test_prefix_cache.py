@@ -85,8 +85,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert self.admission.running, "requests wait although nothing runs: a deadlock"
 
     @precondition(lambda self: self.admission.running)
-    @rule(data=st.data(), count=st.integers(1, 9), found=st.booleans())
-    def step(self, data: st.DataObject, count: int, found: bool) -> None:
+    @rule(data=st.data(), count=st.integers(1, 9), found=st.booleans(), fed=st.booleans())
+    def step(self, data: st.DataObject, count: int, found: bool, fed: bool) -> None:
         """A prefill chunk, or one round of decoding that gains up to `count` tokens."""
         sequence = data.draw(st.sampled_from(self.admission.running))
         if sequence.is_decoding:
@@ -95,15 +95,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             while not self.admission.reserve(sequence, count):
                 if self.admission.preempt_youngest() is sequence:
                     return
-            self.draft(sequence)
+            if fed:
+                self.draft(sequence)
             accepted = data.draw(st.lists(st.integers(1, 2), min_size=count, max_size=count))
             sequence.token_ids += accepted
             self.write(sequence, count)
         else:
-            self.draft(sequence)
+            if fed:
+                self.draft(sequence)
             if found:
                 self.cache.extend(sequence, max_loaded=8)
             left = len(sequence.token_ids) - sequence.num_computed
+            assert left > 0
             self.write(sequence, min(count, left))
             if sequence.num_computed == len(sequence.token_ids):
                 sequence.token_ids.append(data.draw(st.integers(1, 2)))
