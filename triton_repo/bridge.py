@@ -276,8 +276,7 @@ class Bridge:
         try:
             rows = [read_fields(tensors, parameters, row) for row in range(num_rows)]
         except InvalidRequest as error:
-            self._count(Failure("invalid", str(error)))
-            sender.send(Failure("invalid", str(error)), final=True)
+            self.refuse(str(error), sender)
             return
         senders: list[Sender] = [sender]
         if num_rows > 1:
@@ -285,6 +284,12 @@ class Bridge:
             senders = [_RowSender(batch, row) for row in range(num_rows)]
         for fields, row_sender in zip(rows, senders, strict=True):
             self._prompts.submit(self._submit, fields, row_sender)
+
+    def refuse(self, message: str, sender: Sender) -> None:
+        """Answer a request that is the client's fault."""
+        failure = Failure("invalid", message)
+        self._count(failure)
+        sender.send(failure, final=True)
 
     def metrics(self) -> dict[str, float]:
         """Requests that ended with a failure, by kind; named as `Decoder.metrics` does."""

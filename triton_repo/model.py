@@ -188,9 +188,14 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Take requests; their answers come through their response senders."""
         for request in requests:
-            tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             sender = TritonSender(request.get_response_sender())
-            self._bridge.accept(tensors, request.parameters(), sender)
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            try:
+                parameters = request.parameters()
+            except UnicodeDecodeError as error:
+                self._bridge.refuse(f"a parameter's name is not valid UTF-8: {error}", sender)
+            else:
+                self._bridge.accept(tensors, parameters, sender)
 
     def finalize(self) -> None:
         """End every request and free the engines."""

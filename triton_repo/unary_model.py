@@ -32,22 +32,27 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Take requests; their answers come through their response senders."""
         for request in requests:
+            sender = request.get_response_sender()
+            try:
+                parameters = request.parameters()
+            except UnicodeDecodeError as error:
+                message = f"a parameter's name is not valid UTF-8: {error}"
+                _send(sender, _failure(message, "INVALID_ARG"))
+                continue
             # Copied, since Triton may take back the request's memory once this returns.
             inputs = [
                 pb_utils.Tensor(tensor.name(), tensor.as_numpy().copy())
                 for tensor in request.inputs()
             ]
             names = set(request.requested_output_names()) or set(self._outputs)
-            self._threads.submit(
-                self._answer, inputs, request.parameters(), names, request.get_response_sender()
-            )
+            self._threads.submit(self._answer, inputs, parameters, names, sender)
 
     def _answer(self, inputs: list[Any], parameters: str, names: set[str], sender: Any) -> None:
         try:
             response = self._forward(inputs, parameters, names)
         except Exception as error:
             response = _failure(f"the request could not be forwarded: {error}", "INTERNAL")
-        sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        _send(sender, response)
 
     def _forward(self, inputs: list[Any], parameters: str, names: set[str]) -> Any:
         if any(tensor.name() == "stream" and tensor.as_numpy().any() for tensor in inputs):
@@ -70,6 +75,10 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Wait for the answers that are under way."""
         self._threads.shutdown()
+
+
+def _send(sender: Any, response: Any) -> None:
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def _failure(message: str, code: str) -> Any:

@@ -316,8 +316,9 @@ def test_unknown_parameters_are_refused_with_the_known_ones(address: Address) ->
 
 
 def test_text_that_is_not_utf8_is_refused(address: Address) -> None:
-    with pytest.raises(RefusedError, match="not valid UTF-8"):
-        post(address, "generate", b'{"text_input": "a\xff"}')
+    for body in (b'{"text_input": "a\xff"}', b'{"text_input": "a", "\xff": 1}'):
+        with pytest.raises(RefusedError, match="not valid UTF-8"):
+            post(address, "generate", body)
     with GrpcStream(address) as stream, pytest.raises(RefusedError, match="not valid UTF-8"):
         stream.ask(text_input=b"a\xff")
     with GrpcStream(address) as stream, pytest.raises(RefusedError, match=r"stop_words.*UTF-8"):

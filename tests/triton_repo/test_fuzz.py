@@ -92,7 +92,7 @@ def test_http(address: Address, work: list[tuple[bool, bytes]]) -> None:
         connection.request("POST", url, body)
         response = connection.getresponse()
         text = response.read().decode(errors="replace")
-        events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+        events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n") if line]
         assert events, (response.status, body)
         for event in events:
             check_answer(event, body)
