@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench import article, evaluate, load, peers, perf, prefix, record, simulate, stream
+from bench import article, evaluate, load, overhead, peers, perf, prefix, record, simulate, stream
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,6 +17,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     peers.add_parser(kinds)
     prefix.add_parser(kinds)
     stream.add_parser(kinds)
+    overhead.add_parser(kinds)
     perf.add_parser(kinds)
     load.add_parser(kinds)
     record.add_parser(kinds)

@@ -1,0 +1,156 @@
+"""`dspark bench overhead`: what Triton and the glue add to the decoder they serve.
+
+A server and a decoder in this process, both on the same engines, answer the same prompts in turn,
+so that whatever else the machine does meets both alike. Prompts are computed anew each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import queue
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from bench.client import TIMEOUT_S, Client, Timing
+from bench.prompts import add_prompt_arguments, read_prompts
+from runtime.cli import add_model_arguments, run_guarded
+from runtime.config import RuntimeConfig
+from runtime.decoder import Decoder
+from runtime.request import RequestOutput, validate_request
+from triton_repo.server import Address, TritonServer
+
+
+class Asker(Protocol):
+    """Whoever streams one request at a time."""
+
+    def ask(self, **fields: Any) -> Timing:
+        """One request to its end."""
+
+    def close(self) -> None:
+        """No more requests."""
+
+
+class Offline:
+    """Asks the decoder of this process, as the bridge does."""
+
+    def __init__(self, decoder: Decoder, max_prompt_bytes: int) -> None:
+        self._decoder = decoder
+        self._max_prompt_bytes = max_prompt_bytes
+
+    def ask(self, **fields: Any) -> Timing:
+        """One request to its end, the chat template and the tokenizer included."""
+        start = time.perf_counter()
+        text = str(fields.pop("text_input"))
+        ids = self._decoder.tokenizer.encode_prompt(text, False, self._max_prompt_bytes)
+        request = validate_request(
+            {**fields, "prompt_ids": ids, "stream": True}, self._decoder.limits
+        )
+        events: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
+        self._decoder.submit(request, lambda out: events.put((time.perf_counter(), out)))
+        times = []
+        while True:
+            at, output = events.get(timeout=TIMEOUT_S)
+            times.append(at)
+            if output.finish_reason is not None:
+                return Timing(start, times, output.num_output_tokens)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `bench overhead`."""
+    parser = subparsers.add_parser(
+        "overhead",
+        help="times at a client of the server beside those of the decoder without it",
+        description="Stream prompts from a server and from the same decoder in turn.",
+        allow_abbrev=False,
+    )
+    add_model_arguments(parser)
+    add_prompt_arguments(parser, limit=8, max_new_tokens=48)
+    parser.add_argument("--turns", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--concurrency", default="1,8", help="comma-separated clients (default: %(default)s)"
+    )
+    parser.add_argument("--policy", default="fixed", help="default: %(default)s")
+    parser.set_defaults(func=_overhead)
+
+
+@run_guarded
+def _overhead(args: argparse.Namespace) -> int:
+    prompts = read_prompts(args.prompts, args.limit)
+    folder = args.build_dir / args.name
+    config = RuntimeConfig(num_threads=args.threads, policy=args.policy, prefix_cache_mb=0)
+    report = []
+    with TritonServer(folder / "repository", folder, Address(), config):
+        decoder = Decoder(folder / "engines", folder / "hf", config)
+        address = argparse.Namespace(host=Address().client_host, grpc_port=Address().grpc_port)
+        _run([Offline(decoder, config.max_prompt_bytes)], prompts[:1], args.max_new_tokens)
+        _run([Client(address)], prompts[:1], args.max_new_tokens)  # both warm
+        for concurrency in map(int, args.concurrency.split(",")):
+            timings: defaultdict[str, list[Timing]] = defaultdict(list)
+            for _ in range(args.turns):
+                askers: dict[str, Sequence[Asker]] = {
+                    "decoder": [
+                        Offline(decoder, config.max_prompt_bytes) for _ in range(concurrency)
+                    ],
+                    "server": [Client(address) for _ in range(concurrency)],
+                }
+                for name, group in askers.items():
+                    timings[name] += _run(group, prompts, args.max_new_tokens)
+            report += [
+                {"concurrency": concurrency, "of": name, **_summary(own)}
+                for name, own in timings.items()
+            ]
+        decoder.close()
+    print("  ".join(f"{name:>18}" for name in report[0]))
+    for row in report:
+        cells = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
+        print("  ".join(f"{cell:>18}" for cell in cells))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _run(askers: Sequence[Asker], prompts: list[str], max_tokens: int) -> list[Timing]:
+    """All prompts once, shared by the askers."""
+    work: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for prompt in prompts:
+        work.put(prompt)
+    timings: list[Timing] = []
+
+    def drain(asker: Asker) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                text = work.get_nowait()
+                timings.append(asker.ask(text_input=text, max_tokens=max_tokens, ignore_eos=True))
+        asker.close()
+
+    threads = [threading.Thread(target=drain, args=(asker,)) for asker in askers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return timings
+
+
+def _summary(timings: list[Timing]) -> dict[str, float]:
+    """Milliseconds."""
+    first_s = [timing.times_s[0] - timing.start_s for timing in timings]
+    spans = [
+        (timing.times_s[-1] - timing.times_s[0]) / (timing.num_output_tokens - 1)
+        for timing in timings
+    ]
+    gaps = [b - a for timing in timings for a, b in itertools.pairwise(timing.times_s)]
+    return {
+        "first_token_ms": 1e3 * statistics.median(first_s),
+        "inter_token_ms": 1e3 * statistics.mean(spans),
+        "response_gap_ms": 1e3 * statistics.mean(gaps),
+    }
