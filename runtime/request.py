@@ -21,6 +21,7 @@ from runtime.schedule import Policy, parse_policy
 
 MIN_TEMPERATURE = 1e-3  # below it logits / temperature overflows fp32; 0 itself means greedy
 MAX_CACHE_SALT_CHARS = 256
+_MAX_POLICY_CHARS = 40
 
 FinishReason = Literal["length", "stop", "eos", "cancelled", "timeout", "error"]
 
@@ -75,7 +76,7 @@ class Parameter:
         if self.is_list:
             is_array = isinstance(value, np.ndarray) and value.ndim == 1
             if not is_array and not isinstance(value, list | tuple):
-                raise InvalidRequest(f"{self.name} must be a list, got {_shown(value)}")
+                raise InvalidRequest(f"{self.name} must be a list, got {shown(value)}")
             return tuple(self._parse_one(item) for item in value)
         if self.type is dict:
             return self._parse_numbers(value)
@@ -88,17 +89,17 @@ class Parameter:
             pairs = sorted((int(token_id), number) for token_id, number in numbers.items())
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidRequest(
-                f'{self.name} must be a JSON object like {{"50": -100}}, got {_shown(value)}'
+                f'{self.name} must be a JSON object like {{"50": -100}}, got {shown(value)}'
             ) from error
         for token_id, number in pairs:
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
             if token_id < 0 or not is_number or not self._in_range(number):
                 raise InvalidRequest(
                     f"{self.name} must map token ids to numbers, {self.range_text}, "
-                    f"got {token_id}: {_shown(number)}"
+                    f"got {token_id}: {shown(number)}"
                 )
         if len(dict(pairs)) < len(pairs):
-            raise InvalidRequest(f"{self.name} names a token id twice, got {_shown(value)}")
+            raise InvalidRequest(f"{self.name} names a token id twice, got {shown(value)}")
         return tuple((token_id, float(number)) for token_id, number in pairs)
 
     def _parse_one(self, value: Any) -> Any:
@@ -108,11 +109,11 @@ class Parameter:
         allowed = int | float if self.type is float else self.type
         if not isinstance(value, allowed) or (is_bool and self.type is not bool):
             raise InvalidRequest(
-                f"{self.name} must be of type {self.type.__name__}, got {_shown(value)}"
+                f"{self.name} must be of type {self.type.__name__}, got {shown(value)}"
             )
         in_range = not isinstance(value, int | float) or self._in_range(value)
         if not in_range or (self.choices and value not in self.choices):
-            raise InvalidRequest(f"{self.name} must be {self.range_text}, got {_shown(value)}")
+            raise InvalidRequest(f"{self.name} must be {self.range_text}, got {shown(value)}")
         if self.unserved and value:
             raise InvalidRequest(f"{self.name} is not served: {self.unserved}")
         return self.type(value)
@@ -264,7 +265,8 @@ PARAMETERS: dict[str, Parameter] = {
 ALIASES = {alias: p.name for p in PARAMETERS.values() for alias in p.aliases}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A client's value for a message, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -348,7 +350,7 @@ def validate_request(fields: Mapping[str, Any], limits: RequestLimits) -> Reques
     unknown = sorted(set(fields) - set(PARAMETERS) - set(ALIASES))
     if unknown:
         raise InvalidRequest(
-            f"unknown parameter {unknown[0]!r}; parameters are {', '.join(PARAMETERS)}"
+            f"unknown parameter {shown(unknown[0])}; parameters are {', '.join(PARAMETERS)}"
         )
     values = {name: _value(p, fields) for name, p in PARAMETERS.items()}
     prompt_ids: tuple[int, ...] = values["prompt_ids"] or ()
@@ -444,6 +446,10 @@ def _max_tokens(values: Mapping[str, Any], limits: RequestLimits) -> int:
 
 
 def _policy(text: str, limits: RequestLimits) -> Policy:
+    if len(text) > _MAX_POLICY_CHARS:
+        raise InvalidRequest(
+            f"policy may have at most {_MAX_POLICY_CHARS} characters, got {len(text)}"
+        )
     try:
         policy = parse_policy(text, limits.block_size)
     except ConfigError as error:

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, get_args
 from numpy.typing import NDArray
 
 from runtime.decoder import Decoder
-from runtime.request import InvalidRequest, QueueFull, RequestOutput, validate_request
+from runtime.request import InvalidRequest, QueueFull, RequestOutput, shown, validate_request
 from triton_repo.contract import INPUTS, SERVING_PARAMETERS, Tensor
 
 log = logging.getLogger("dspark")
@@ -91,7 +91,7 @@ def read_fields(
     unknown = sorted(json.loads(parameters or "{}"))
     if unknown:
         raise InvalidRequest(
-            f"unknown parameter {unknown[0]!r}; parameters are {', '.join(INPUTS)}"
+            f"unknown parameter {shown(unknown[0])}; parameters are {', '.join(INPUTS)}"
         )
     return {name: _plain(array[row], INPUTS[name]) for name, array in tensors.items()}
 

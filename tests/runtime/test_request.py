@@ -236,7 +236,9 @@ def test_unknown_parameters_are_refused_with_the_known_ones() -> None:
 
 
 def test_a_long_value_is_shortened_in_the_sentence() -> None:
-    assert len(refusal(temperature="x" * 10_000)) < 200
+    for name in ("temperature", "acceptance", "policy", "logit_bias"):
+        assert len(refusal(**{name: "x" * 10_000})) < 200, name
+    assert "xxx..." in refusal(**{"x" * 10_000: 1})
 
 
 def test_max_tokens_defaults_to_what_fits() -> None:
