@@ -5,8 +5,8 @@ DSpark paper (arXiv 2607.05147): features of the target's layers become keys and
 drafter layer, the block [anchor, MASK, ...] attends to them and to itself in both directions, and
 a light head samples its tokens from left to right. Block keys and values are not kept.
 
-Three modules with plain tensors between them (`Plan`, `Layer` once per layer, `Head`), as in
-`export.verifier`.
+Modules with plain tensors between them, as in `export.verifier`: `Plan`, `Layer` once per layer,
+`Heads`, and `Step` once per token of the block.
 """
 
 from __future__ import annotations
@@ -212,8 +212,17 @@ def cutoff(probs: Tensor, sampling: Sampling) -> Tensor:
     return torch.where(num_kept < count, last, 0.0)
 
 
-class Head(nn.Module):
-    """lm_head, the sequential head unrolled over the block, and the confidence head."""
+class StepInputs(NamedTuple):
+    """What each step of the sequential head takes from the block; R rows each."""
+
+    hidden: Tensor  # [R, d] fp32, normed
+    scores: Tensor  # [R, V'] fp32, of the lm_head
+    uniform: Tensor  # [R] fp32
+    noise: Tensor  # [R, V'] fp32
+
+
+class Heads(nn.Module):
+    """The final norm and lm_head, for all positions of the block at once."""
 
     def __init__(
         self, config: DrafterConfig, weights: Weights, lm_head: Tensor, dtype: torch.dtype
@@ -222,6 +231,35 @@ class Head(nn.Module):
         self.config = config
         self.norm = RmsNorm(weights["norm.weight"], config.decoder.rms_norm_eps)
         self.lm_head = Linear(lm_head, None, dtype)
+
+    def forward(
+        self, x: Tensor, uniforms: Tensor, noise: Tensor
+    ) -> tuple[list[StepInputs], tuple[Tensor, ...]]:
+        """Block [R*g, d] fp32 and the contract's noise in; inputs of the g steps out.
+
+        Also the state [R, r] before the first step where the head is an rnn.
+        """
+        g = self.config.block_size
+        packed = self.norm(x)
+        hidden = packed.unflatten(0, (-1, g)).unbind(1)
+        scores = self.lm_head(packed).float().unflatten(0, (-1, g))
+        # A width of 1 stands for the same number everywhere.
+        column = torch.arange(scores.shape[-1]).clamp(max=noise.shape[-1] - 1)
+        noise = noise.index_select(-1, column)
+        parts = (hidden, scores.unbind(1), uniforms.unbind(1), noise.unbind(1))
+        steps = [StepInputs(*step) for step in zip(*parts, strict=True)]
+        if self.config.head != "rnn":
+            return steps, ()
+        zeros = x.new_zeros(1, self.config.markov_rank)
+        return steps, (zeros.expand(uniforms.shape[0], -1),)
+
+
+class Step(nn.Module):
+    """One token of the sequential head, sampled, and the confidence in it."""
+
+    def __init__(self, config: DrafterConfig, weights: Weights, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
         if config.reduced:
             self.draft_vocab = nn.Parameter(draft_vocab(config, weights), requires_grad=False)
         markov = "markov_head."
@@ -236,49 +274,38 @@ class Head(nn.Module):
             self.confidence = fused_linear(weights, "confidence_head.", ("proj",), torch.float32)
 
     def forward(
-        self, x: Tensor, anchor_ids: Tensor, uniforms: Tensor, noise: Tensor, *sampling: Tensor
-    ) -> tuple[Tensor, ...]:
-        """`draft_ids`, `draft_logits` and, where there is such a head, `confidence_logits`."""
-        config, g = self.config, self.config.block_size
-        packed = self.norm(x)
-        hidden = packed.unflatten(0, (-1, g))  # [R, g, d]
-        base = self.lm_head(packed).float().unflatten(0, (-1, g))  # [R, g, V']
-        # A width of 1 stands for the same number everywhere.
-        last_column = noise.shape[-1] - 1
-        noise = noise.index_select(-1, torch.arange(base.shape[-1]).clamp(max=last_column))
-        ids, logits, embedded = [], [], []
-        last = anchor_ids
-        state = hidden.new_zeros(1, config.markov_rank).expand(anchor_ids.shape[0], -1)
-        for k in range(g):
-            scores = base[:, k]
-            if config.head != "none":
-                previous = self.previous(last)
-                embedded.append(previous)
-                bias, state = self.markov(previous, hidden[:, k], state)
-                scores = scores + bias
-            last, scores = sample(scores, uniforms[:, k], noise[:, k], Sampling(*sampling))
-            logits.append(scores)
-            if config.reduced:
-                last = F.embedding(last, self.draft_vocab[:, None]).squeeze(-1)
-            ids.append(last)
-        results = (torch.stack(ids, dim=1), torch.stack(logits, dim=1))
-        if not config.has_confidence:
-            return results
-        known = hidden  # confidence of token k knows what precedes it, never the token itself
-        if config.confidence_with_markov:
-            known = torch.cat([hidden, torch.stack(embedded, dim=1)], dim=-1)
-        return (*results, self.confidence(known).squeeze(-1))
+        self, last: Tensor, inputs: StepInputs, sampling: Sampling, state: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The token after `last` [R]: its target id [R], the new state, and what it adds to the
+        graph's outputs: id [R, 1], logits [R, 1, V'] and, with such a head, confidence [R, 1].
+        """
+        config = self.config
+        scores = inputs.scores
+        known = inputs.hidden  # confidence knows what precedes the token, never the token itself
+        if config.head != "none":
+            previous = self.previous(last)
+            if config.confidence_with_markov:
+                known = torch.cat([known, previous], dim=-1)
+            bias, state = self.markov(previous, inputs.hidden, state)
+            scores = scores + bias
+        ids, logits = sample(scores, inputs.uniform, inputs.noise, sampling)
+        if config.reduced:
+            ids = F.embedding(ids, self.draft_vocab[:, None]).squeeze(-1)
+        confidence = (self.confidence(known),) if config.has_confidence else ()
+        return ids, state, (ids[:, None], logits[:, None], *confidence)
 
-    def markov(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def markov(
+        self, previous: Tensor, hidden: Tensor, state: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logit bias [R, V'] fp32 after a token embedded as `previous` [R, r], and the state."""
         if self.config.head == "gated":
             gate = self.gate(torch.cat([hidden, previous], dim=-1)).float()
             previous = torch.sigmoid(gate) * previous
         if self.config.head == "rnn":
-            joint = self.joint(torch.cat([state, previous, hidden], dim=-1)).float()
+            joint = self.joint(torch.cat([state[0], previous, hidden], dim=-1)).float()
             gate, candidate, output = joint.chunk(3, dim=-1)
             keep = torch.sigmoid(gate)
-            state = keep * state + (1 - keep) * torch.tanh(candidate)
+            state = (keep * state[0] + (1 - keep) * torch.tanh(candidate),)
             previous = torch.tanh(output)
         return self.bias(previous).float(), state
 
@@ -315,14 +342,24 @@ class Drafter(nn.Module):
             Layer(config.decoder, weights, f"layers.{i}.", dtype)
             for i in range(config.decoder.num_layers)
         )
-        self.head = Head(config, weights, lm_head, dtype)
+        self.heads = Heads(config, weights, lm_head, dtype)
+        self.step = Step(config, weights, dtype)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`runtime.spec.drafter_inputs` in, `drafter_outputs` out, both in their order."""
-        call, (anchor_ids, *sampling), pools = inputs[:6], inputs[6:13], inputs[13:]
+        call, (anchor_ids, uniforms, noise, *sampling), pools = (
+            inputs[:6],
+            inputs[6:13],
+            inputs[13:],
+        )
         x, plan = self.plan(*call, anchor_ids)
         new = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, plan, pools[2 * i], pools[2 * i + 1])
             new += [k, v]
-        return (*self.head(x, anchor_ids, *sampling), *new)
+        steps, state = self.heads(x, uniforms, noise)
+        last, columns = anchor_ids, []
+        for step_inputs in steps:
+            last, state, column = self.step(last, step_inputs, Sampling(*sampling), state)
+            columns.append(column)
+        return (*(torch.cat(rows, dim=1) for rows in zip(*columns, strict=True)), *new)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils._pytree import tree_map
 
-from export.drafter import Drafter
+from export.drafter import Drafter, Sampling, StepInputs
 from export.verifier import Verifier
 from runtime.spec import (
     OPSET,
@@ -201,9 +201,9 @@ class GraphBuilder:
             self.nodes.append(copy)
         return results
 
-    def concat(self, inputs: Sequence[str], output: str) -> None:
-        """Join `inputs` along the last axis."""
-        self.nodes.append(helper.make_node("Concat", inputs, [output], name=output, axis=-1))
+    def concat(self, inputs: Sequence[str], output: str, axis: int) -> None:
+        """Join `inputs` along an axis."""
+        self.nodes.append(helper.make_node("Concat", inputs, [output], name=output, axis=axis))
 
     def save(
         self, path: Path, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
@@ -259,48 +259,68 @@ def _value_info(spec: TensorSpec) -> onnx.ValueInfoProto:
 def verifier_to_onnx(verifier: Verifier, dims: VerifierDims, path: Path) -> list[Path]:
     """Write the verifier's graph to `path`; returns the files written."""
     inputs, outputs = verifier_inputs(dims), verifier_outputs(dims)
-    builder = _decoder_graph(verifier, inputs, ("logits_index",), ("logits",), dims.tapped_layers)
+    builder, x, examples = _trunk(verifier, inputs, dims.tapped_layers)
+    args = [(e["x"], e["logits_index"]) for e in examples]
+    part = trace(verifier.head, args, ["x", "logits_index"], ["logits"])
+    feeds = {"x": x, "logits_index": "logits_index"}
+    builder.add(part, "head.", verifier.head, feeds, {"logits": "logits"})
     return builder.save(path, inputs, outputs)
 
 
 def drafter_to_onnx(drafter: Drafter, dims: DrafterDims, path: Path) -> list[Path]:
     """Write the drafter's graph to `path`; returns the files written."""
     inputs, outputs = drafter_inputs(dims), drafter_outputs(dims)
+    builder, x, examples = _trunk(drafter, inputs)
+    noise, sampling = ["uniforms", "noise"], list(Sampling._fields)
+    args = [(e["x"], *(e[n] for n in noise)) for e in examples]
+    ready = [drafter.heads(*own) for own in args]
+    state = ["state"] if ready[0][1] else []
+    names = [f"{field}.{k}" for k in range(dims.block_size) for field in StepInputs._fields]
+    part = trace(drafter.heads, args, ["x", *noise], [*names, *state])
+    values = builder.add(part, "heads.", drafter.heads, {"x": x} | {n: n for n in noise})
+
+    step_args = [
+        (e["anchor_ids"], steps[0], Sampling(*(e[n] for n in sampling)), first)
+        for e, (steps, first) in zip(examples, ready, strict=True)
+    ]
     results = [spec.name for spec in outputs[: len(outputs) - 2 * dims.kv.num_layers]]
-    head_inputs = [spec.name for spec in inputs[6 : len(inputs) - 2 * dims.kv.num_layers]]
-    return _decoder_graph(drafter, inputs, head_inputs, results).save(path, inputs, outputs)
+    step_inputs = ["last", *StepInputs._fields, *sampling, *state]
+    part = trace(drafter.step, step_args, step_inputs, ["last", *state, *results])
+    feeds = {n: n for n in sampling} | {n: values[n] for n in state} | {"last": "anchor_ids"}
+    columns: dict[str, list[str]] = {name: [] for name in results}
+    for k in range(dims.block_size):
+        feeds |= {field: values[f"{field}.{k}"] for field in StepInputs._fields}
+        placed = builder.add(part, f"steps.{k}.", drafter.step, feeds)
+        feeds |= {n: placed[n] for n in ("last", *state)}
+        for name in results:
+            columns[name].append(placed[name])
+    for name, parts in columns.items():
+        builder.concat(parts, name, axis=1)
+    return builder.save(path, inputs, outputs)
 
 
-def _decoder_graph(
-    model: Verifier | Drafter,
-    specs: Sequence[TensorSpec],
-    head_inputs: Sequence[str],
-    head_outputs: Sequence[str],
-    tapped_layers: Collection[int] = (),
-) -> GraphBuilder:
-    """The graph of plan, layers and head: each traced once, the layer repeated.
+def _trunk(
+    model: Verifier | Drafter, specs: Sequence[TensorSpec], tapped_layers: Collection[int] = ()
+) -> tuple[GraphBuilder, str, list[dict[str, Tensor]]]:
+    """The graph of plan and layers: each traced once, the layer repeated.
 
-    The plan takes the contract's inputs up to the pools as far as its signature goes; the head
-    takes the residual stream and `head_inputs`.
+    The plan takes the contract's inputs up to the pools as far as its signature goes. Returns the
+    graph, the name of the residual stream after the last layer, and two examples of the
+    contract's inputs and of that stream ("x").
     """
     count = len(inspect.signature(model.plan.forward).parameters)
     plan_inputs = [spec.name for spec in specs[:count]]
-    pair = [example_inputs(specs, sizes) for sizes in EXAMPLE_SIZES]
-    plan_args = [tuple(example[n] for n in plan_inputs) for example in pair]
+    examples = [example_inputs(specs, sizes) for sizes in EXAMPLE_SIZES]
+    plan_args = [tuple(example[n] for n in plan_inputs) for example in examples]
     streams = [model.plan(*args) for args in plan_args]
     layer_args = [
         (x, plan, example["k_pool.0"], example["v_pool.0"])
-        for (x, plan), example in zip(streams, pair, strict=True)
-    ]
-    head_args = [
-        (x, *(example[n] for n in head_inputs))
-        for (x, _), example in zip(streams, pair, strict=True)
+        for (x, plan), example in zip(streams, examples, strict=True)
     ]
     fields = streams[0][1]._fields
     layer_inputs = ["x", *fields, "k_pool", "v_pool"]
     plan_part = trace(model.plan, plan_args, plan_inputs, ["x", *fields])
     layer_part = trace(model.layers[0], layer_args, layer_inputs, ["next_x", "k", "v"])
-    head_part = trace(model.head, head_args, ["x", *head_inputs], head_outputs)
 
     builder = GraphBuilder()
     values = builder.add(plan_part, "plan.", model.plan, {n: n for n in plan_inputs})
@@ -312,7 +332,7 @@ def _decoder_graph(
         if i in tapped_layers:
             taps.append(values["x"])
     if taps:
-        builder.concat(taps, "features")
-    feeds = {"x": values["x"]} | {n: n for n in head_inputs}
-    builder.add(head_part, "head.", model.head, feeds, {n: n for n in head_outputs})
-    return builder
+        builder.concat(taps, "features", axis=-1)
+    for example, (x, _) in zip(examples, streams, strict=True):
+        example["x"] = x
+    return builder, values["x"], examples
