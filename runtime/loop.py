@@ -84,7 +84,6 @@ class Loop:
         self._draft_vocab = draft_vocab
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(manifest.eos_token_ids)
-        self._vocab_size = manifest.verifier.vocab_size
         self._prefill_chunk_tokens = config.prefill_chunk_tokens
         self._next_id = 0
 

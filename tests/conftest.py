@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,8 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
+from onnx import GraphProto
 
 from tests.helpers import make_tiny_drafter, make_tiny_llama, shared_data_dir
+
+
+@pytest.fixture(scope="session")
+def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run that its processes (`pytest -n`) share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -41,12 +53,13 @@ def tiny_pair_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def embedded_build() -> Path:
+def embedded_build(shared_tmp: Path) -> Path:
     """build/smollm2 of the embedded model, as `make engines` leaves it; made when it is not."""
     from cli.main import main
 
-    assert main(["export", *_default_drafter()]) == 0
-    assert main(["build"]) == 0
+    with FileLock(shared_tmp / "embedded.lock"):
+        assert main(["export", *_default_drafter()]) == 0
+        assert main(["build"]) == 0
     return Path("build/smollm2")
 
 
@@ -71,11 +84,11 @@ def early_build(embedded_build: Path) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def equal_modules_are_traced_once() -> Iterator[None]:
+def equal_modules_are_traced_once(shared_tmp: Path) -> Iterator[None]:
     """Tests export many models that differ in weights alone, and each trace takes seconds."""
     from export import to_onnx
 
-    trace, parts = to_onnx.trace, {}
+    trace = to_onnx.trace
 
     def remembered(module: Any, examples: Any, inputs: Any, outputs: Any) -> Any:
         state = [
@@ -85,10 +98,12 @@ def equal_modules_are_traced_once() -> Iterator[None]:
             list(inputs),
             list(outputs),
         ]
-        key = repr(state)
-        if key not in parts:
-            parts[key] = trace(module, examples, inputs, outputs)
-        return parts[key]
+        path = shared_tmp / hashlib.sha256(repr(state).encode()).hexdigest()
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                part = trace(module, examples, inputs, outputs)
+                path.write_bytes(part.graph.SerializeToString())
+        return to_onnx.Part(GraphProto.FromString(path.read_bytes()), tuple(outputs))
 
     to_onnx.trace = remembered
     yield
