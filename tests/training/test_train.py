@@ -136,7 +136,7 @@ def test_config_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 
 
 def test_shipped_config_is_valid() -> None:
-    path = Path(__file__).parents[2] / "training" / "configs" / "smollm2_135m.toml"
+    path = Path(__file__).parents[2] / "training" / "configs" / "dspark_smollm2_135m.toml"
     assert read_config(path).block_size == 5
 
 
