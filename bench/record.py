@@ -87,7 +87,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 @run_guarded
 def _record(args: argparse.Namespace) -> int:
-    model = open_model(args, max_batch_requests=BATCH, policy="fixed")
+    model = open_model(args, max_batch_requests=BATCH, policy="fixed", prefix_cache_mb=0)
     texts = [text for path in args.prompts for text in read_prompts(path, args.limit)]
     recording = record(model, texts, args.max_new_tokens)
     calibration = None if model.tables is None else model.tables.calibration

@@ -38,8 +38,8 @@ TEMPERATURES = {"greedy": 0.0, "sampling": 1.0}
 PROMPT_SEED = 20_240_607  # another than training's, or the drafter would have seen the answers
 NUM_SURVIVALS = 64  # rounds kept as what to expect
 
-_LOG_TEMPERATURES = np.linspace(np.log(0.2), np.log(20), 41)
-_OFFSETS = np.linspace(-4, 4, 41)
+_LOG_TEMPERATURES = np.linspace(np.log(0.2), np.log(20), 21)
+_OFFSETS = np.linspace(-4, 4, 21)
 _TINY = 1e-6
 
 Floats = NDArray[np.float64]
@@ -106,7 +106,9 @@ def calibrate(
     key = content_key(manifest.fingerprint, num_rounds, prompts, hash_file(Path(__file__)))
 
     def make(partial: Path) -> None:
-        config = RuntimeConfig(num_threads=threads, max_batch_requests=BATCH, policy="fixed")
+        config = RuntimeConfig(
+            num_threads=threads, max_batch_requests=BATCH, policy="fixed", prefix_cache_mb=0
+        )
         model = Model(engine_dir, folder / "hf", config)
         rounds = {
             mode: record(model, temperature, num_rounds, prompts, mode)

@@ -47,7 +47,12 @@ def profile(folder: Path, threads: int, max_requests: int, repeats: int = REPEAT
     key = content_key(identity, max_requests, repeats, hash_file(Path(__file__)))
 
     def make(partial: Path) -> None:
-        config = RuntimeConfig(num_threads=threads, max_batch_requests=max_requests, policy="off")
+        config = RuntimeConfig(
+            num_threads=threads,
+            max_batch_requests=max_requests,
+            policy="off",
+            prefix_cache_mb=0,
+        )
         model = Model(engine_dir, folder / "hf", config)
         table = measure(model, repeats)
         model.close()

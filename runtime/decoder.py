@@ -292,8 +292,7 @@ class Decoder:
         values |= {
             "predicted_decoding_seconds_total": metrics.predicted_decoding_s,
             "measured_decoding_seconds_total": metrics.measured_decoding_s,
-            "load": loop.scheduler.gauge.value,
-            "drafting": float(loop.scheduler.drafting),
+            **loop.scheduler.metrics(),
             "running_requests": len(loop.admission.running),
             "waiting_requests": len(loop.admission.waiting) + len(self._arrivals),
             "kv_blocks": pool.num_blocks,

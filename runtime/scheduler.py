@@ -120,6 +120,7 @@ class Scheduler(Generic[S]):
         self.default = default
         self.gauge = gauge
         self.drafting = True  # as last decided for requests under a policy that may stop it
+        self._wanted = config.policy
         self._min_gain = config.min_gain
         self._metrics = metrics
         self._tables = tables
@@ -132,6 +133,16 @@ class Scheduler(Generic[S]):
         if tables is not None:
             seeds = [tables.calibration.greedy.survivals, tables.calibration.sampling.survivals]
             self._recent = np.concatenate([np.array(s, np.float64) for s in seeds])[-RECENT_ROUNDS:]
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges by name: the server's policy, the load, and why less is done than was asked."""
+        no_tables = self._wanted == AUTO and self.default.name == "fixed"
+        return {
+            f'policy{{name="{self.default}"}}': 1.0,
+            "load": self.gauge.value,
+            'falls_back{reason="plain_is_faster"}': float(not self.drafting),
+            'falls_back{reason="no_tables"}': float(no_tables),
+        }
 
     def policy_of(self, sequence: S) -> Policy:
         """The policy that a sequence runs under: its request's or the server's."""

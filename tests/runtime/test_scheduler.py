@@ -54,6 +54,13 @@ def test_auto_is_the_best_policy_that_the_model_has_all_for(
     assert expected in available_policies(drafter, tables)
 
 
+def test_the_metrics_say_that_tables_are_missing() -> None:
+    loop, _ = make_loop()
+    assert loop.scheduler.metrics()['falls_back{reason="no_tables"}'] == 1
+    loop, _ = make_loop(policy="fixed")
+    assert loop.scheduler.metrics()['falls_back{reason="no_tables"}'] == 0
+
+
 @pytest.mark.parametrize(
     ("policy", "drafter", "message"),
     [
@@ -81,7 +88,10 @@ def test_where_plain_decoding_is_faster_nothing_is_drafted_but_a_rare_look(polic
     assert result.token_ids == greedy_reference((1, 2, 3), 2 * PROBE_STEPS, False)
     assert loop.metrics.counts["drafted_tokens"] == BLOCK_SIZE
     assert loop.metrics.counts["plain_is_faster_steps"] > PROBE_STEPS
-    assert not loop.scheduler.drafting
+    gauges = loop.scheduler.metrics()
+    assert gauges[f'policy{{name="{policy}"}}'] == 1
+    assert gauges['falls_back{reason="plain_is_faster"}'] == 1
+    assert gauges['falls_back{reason="no_tables"}'] == 0
     assert set(verifier.runs[1:PROBE_STEPS]) == {1}
 
 
