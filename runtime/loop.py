@@ -316,7 +316,7 @@ class Loop:
                 new_ids = [*accepted, result.next_token]
                 if sequence.request.return_log_probs:
                     likely = log_probs(logits, new_ids)
-                if self.on_round and draft is not None and draft.confidence_logits is not None:
+                if self.on_round is not None and draft and draft.confidence_logits is not None:
                     row = Round(
                         sequence,
                         draft.confidence_logits.copy(),
