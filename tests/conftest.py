@@ -53,6 +53,20 @@ def tiny_pair_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def measured_build(tiny_pair_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of `tiny_pair_build` with a cost table (1 thread, 2 requests) and a calibration."""
+    from engines.calibrate import calibrate
+    from engines.cost_profile import profile
+
+    folder = tmp_path_factory.mktemp("measured") / "tiny"
+    for name in ("engines", "hf"):
+        shutil.copytree(tiny_pair_build / name, folder / name)
+    assert profile(folder, threads=1, max_requests=2, repeats=1)
+    assert calibrate(folder, threads=1, num_rounds=60)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def embedded_build(shared_tmp: Path) -> Path:
     """build/smollm2 of the embedded model, as `make engines` leaves it; made when it is not."""
     from cli.main import main

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -89,27 +88,16 @@ def test_the_error_falls_to_the_noise_and_is_judged_on_the_other_half() -> None:
     assert max(errors(rounds, again)) < 0.03
 
 
-@pytest.fixture(scope="module")
-def measured(tiny_pair_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tiny pair's build with a cost table and a calibration."""
-    folder = tmp_path_factory.mktemp("measured") / "tiny"
-    for name in ("engines", "hf"):
-        shutil.copytree(tiny_pair_build / name, folder / name)
-    assert profile(folder, threads=1, max_requests=2, repeats=1)
-    assert calibrate(folder, threads=1, num_rounds=60)
-    return folder
-
-
-def test_nothing_is_measured_again_until_something_changes(measured: Path) -> None:
-    assert not profile(measured, threads=1, max_requests=2, repeats=1)
-    assert not calibrate(measured, threads=1, num_rounds=60)
+def test_nothing_is_measured_again_until_something_changes(measured_build: Path) -> None:
+    assert not profile(measured_build, threads=1, max_requests=2, repeats=1)
+    assert not calibrate(measured_build, threads=1, num_rounds=60)
     for name in ("cost/cost.png", "calibration/reliability.png"):
-        assert (measured / "engines" / name).read_bytes().startswith(b"\x89PNG")
+        assert (measured_build / "engines" / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_is_good_for_these_engines_threads_and_requests(measured: Path) -> None:
-    manifest = load_manifest(measured / "engines")
-    table = load_cost(measured / "engines", manifest, threads=1, max_requests=2)
+def test_the_table_is_good_for_these_engines_threads_and_requests(measured_build: Path) -> None:
+    manifest = load_manifest(measured_build / "engines")
+    table = load_cost(measured_build / "engines", manifest, threads=1, max_requests=2)
     assert table.segment_lens == (1, 2, 3, 4, 5, 6)
     assert table.requests == (1, 2)
     assert 0 < table.draft_cost(1, 64) < 1
@@ -117,20 +105,20 @@ def test_the_table_is_good_for_these_engines_threads_and_requests(measured: Path
     assert len(costs) == 11
     assert 0 < costs[0] <= costs[-1] < 1
     with pytest.raises(TableError, match="threads"):
-        load_cost(measured / "engines", manifest, threads=2, max_requests=2)
+        load_cost(measured_build / "engines", manifest, threads=2, max_requests=2)
 
 
-def test_the_calibration_belongs_to_the_pair(measured: Path) -> None:
-    manifest = load_manifest(measured / "engines")
-    calibration = load_calibration(measured / "engines", manifest)
+def test_the_calibration_belongs_to_the_pair(measured_build: Path) -> None:
+    manifest = load_manifest(measured_build / "engines")
+    calibration = load_calibration(measured_build / "engines", manifest)
     assert calibration.greedy.num_rounds >= 60
     assert len(calibration.sampling.temperatures) == 5
     assert max(calibration.greedy.ece_after) < 0.2
 
 
-def test_a_measured_model_schedules_by_default_and_stays_exact(measured: Path) -> None:
+def test_a_measured_model_schedules_by_default_and_stays_exact(measured_build: Path) -> None:
     config = RuntimeConfig(num_threads=1, max_batch_requests=2, kv_cache_mb=64, prefix_cache_mb=0)
-    model = Model(measured / "engines", measured / "hf", config)
+    model = Model(measured_build / "engines", measured_build / "hf", config)
     assert str(model.make_loop().scheduler.default) == "throughput"
     requests = [
         validate_request(
