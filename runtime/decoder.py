@@ -52,7 +52,7 @@ class Model:
         self.manifest = manifest
         self.tokenizer = Tokenizer.load(tokenizer_dir)
         running_blocks, max_model_tokens = _capacity(manifest, config)
-        cache_blocks = _cache_blocks(manifest, config, running_blocks, free_bytes())
+        cache_blocks = _cache_blocks(manifest, config, running_blocks, free_bytes(manifest.on_cpu))
         self.num_blocks = running_blocks + cache_blocks
         self.tables = _load_tables(engine_dir, manifest, config)
         self.limits = RequestLimits(

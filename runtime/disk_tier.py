@@ -36,6 +36,7 @@ _FORMAT = 1
 _HEADER = struct.Struct("<8sI32s?Q7x")  # magic, format, digest, drafted, payload bytes
 _CHECKSUM = struct.Struct("<I")  # CRC-32 of header and payload, between the two
 _NAME = re.compile(r"[0-9a-f]{64}\.(verifier|pair)")
+_COUNTS = ("hit_blocks", "written_blocks", "unwritten_blocks", "evicted_blocks", "damaged_files")
 _DISK_RESERVE_BYTES = 1024 * MIB  # of the file system, left to others
 
 
@@ -78,9 +79,9 @@ class DiskTier:
         self._bytes = 0
         self._queued: set[BlockKey] = set()
         self._queue: queue.Queue[tuple[BlockKey, NDArray[np.uint8]] | None] = queue.Queue()
-        self._counts = {"hit": 0, "written": 0, "unwritten": 0, "evicted": 0, "damaged": 0}
+        self._counts = dict.fromkeys(_COUNTS, 0)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts, in a way
             self._scan()
         except OSError as error:
             raise ConfigError(f"prefix_cache_dir {folder} cannot be used: {error}") from error
@@ -106,7 +107,7 @@ class DiskTier:
             if key in self or key in self._queued or not self._thread.is_alive():
                 return False
             room = len(self._queued) < MAX_QUEUED
-            self._counts["unwritten"] += not room
+            self._counts["unwritten_blocks"] += not room
             return room
 
     def put(self, key: BlockKey, payload: NDArray[np.uint8]) -> None:
@@ -140,7 +141,7 @@ class DiskTier:
             self._forget(key.file_name)
             return None
         with self._lock:
-            self._counts["hit"] += 1
+            self._counts["hit_blocks"] += 1
             if key.file_name in self._files:
                 self._files.move_to_end(key.file_name)
         return payload
@@ -184,7 +185,7 @@ class DiskTier:
                     size = file.tell()
                 temporary.replace(self._folder / name)
                 with self._lock:
-                    self._counts["written"] += 1
+                    self._counts["written_blocks"] += 1
                 self._add(name, size)
                 self._trim()
                 failing = False
@@ -193,7 +194,7 @@ class DiskTier:
                     log.warning("%s could not be written: %s", temporary, error)
                 failing = True
                 with self._lock:
-                    self._counts["unwritten"] += 1
+                    self._counts["unwritten_blocks"] += 1
                 with contextlib.suppress(OSError):
                     temporary.unlink()
             with self._lock:
@@ -207,7 +208,7 @@ class DiskTier:
                     return
                 name, size = self._files.popitem(last=False)
                 self._bytes -= size
-                self._counts["evicted"] += 1
+                self._counts["evicted_blocks"] += 1
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
 
@@ -223,7 +224,7 @@ class DiskTier:
     def _remove(self, path: Path, why: str) -> None:
         log.warning("removed from the prefix cache's disk tier, %s: %s", why, path)
         with self._lock:
-            self._counts["damaged"] += 1
+            self._counts["damaged_files"] += 1
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

@@ -16,17 +16,16 @@ _CGROUPS = (
 )
 
 
-def free_bytes() -> int:
-    """Bytes that a process can still take where KV pools lie: on the GPU, or else in host memory.
+def free_bytes(on_cpu: bool) -> int:
+    """Bytes that can still be taken where the engines' KV pools lie: in host or in GPU memory.
 
     Host memory is what the kernel calls available, or less where this container's limit is less.
     """
-    if Path("/dev/nvidiactl").exists():
-        import torch
+    if on_cpu:
+        return host_free_bytes(Path("/"))
+    import torch
 
-        if torch.cuda.is_available():
-            return int(torch.cuda.mem_get_info()[0])
-    return host_free_bytes(Path("/"))
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def host_free_bytes(root: Path) -> int:

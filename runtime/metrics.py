@@ -46,6 +46,8 @@ COUNTED = (
     "verified_draft_tokens",
     "accepted_draft_tokens",
     "preemptions",
+    "prefix_cache_queried_tokens",
+    "prefix_cache_hit_tokens",
 )
 
 

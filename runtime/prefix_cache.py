@@ -8,12 +8,12 @@ are only asked to copy whole blocks to and from the disk tier.
 
 A sequence's tokens, by who may write their K/V:
 
-    [0, num_published * b)      in blocks that are in the cache: never written again
+    [0, num_published * b)      in the cache, or equal to what is: never written again
     [.., num_computed)          written by this sequence alone
     [num_computed, ..)          not written yet
 
-A block enters the cache once all its K/V are written, and the drafter's are written a round after
-the verifier's. A request without speculation never writes the drafter's; its blocks go by another
+A block enters the cache once all its K/V are written, and the drafter's are written later than the
+verifier's. A request without speculation never writes the drafter's; its blocks go by another
 name (`BlockKey.drafted`), serve requests of its kind and are never taken for whole ones: a drafter
 without its context would accept next to nothing.
 """

@@ -66,7 +66,7 @@ def test_another_process_finds_the_blocks(tmp_path: Path) -> None:
     assert tier.get(key_of(1, drafted=False)) is None
     assert tier.get(key_of(3)) is None
     metrics = tier.metrics()
-    assert metrics["prefix_cache_disk_hit_total"] == 3
+    assert metrics["prefix_cache_disk_hit_blocks_total"] == 3
     assert metrics["prefix_cache_disk_blocks"] == 3
     on_disk = sum(f.stat().st_size for f in (tmp_path / FOLDER).iterdir())
     assert metrics["prefix_cache_disk_bytes"] == on_disk
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_a_miss_and_removed(
         assert tier.get(key) is None
         assert not path.exists()
         assert key not in tier
-        assert tier.metrics()["prefix_cache_disk_damaged_total"] == number
+        assert tier.metrics()["prefix_cache_disk_damaged_files_total"] == number
     assert str(path) in caplog.text
     assert tier.wants(key)
     tier.close()
@@ -129,7 +129,7 @@ def test_foreign_and_unfinished_files_are_removed_at_start(
     tier = open_tier(tmp_path)
     assert sorted(p.name for p in folder.iterdir()) == [key_of(1).file_name, "a folder"]
     assert (tmp_path / "beside.txt").exists()
-    assert tier.metrics()["prefix_cache_disk_damaged_total"] == 3
+    assert tier.metrics()["prefix_cache_disk_damaged_files_total"] == 3
     for name in strangers:
         assert name in caplog.text
     tier.close()
@@ -150,7 +150,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     assert tier.metrics()["prefix_cache_disk_bytes"] <= budget
     tier.close()
     smaller = open_tier(tmp_path, FILE_BYTES)
-    assert smaller.metrics()["prefix_cache_disk_evicted_total"] == 2
+    assert smaller.metrics()["prefix_cache_disk_evicted_blocks_total"] == 2
     assert len(list((tmp_path / FOLDER).iterdir())) == 1
     smaller.close()
 
@@ -172,10 +172,10 @@ def test_a_slow_disk_costs_blocks_not_time(tmp_path: Path, monkeypatch: pytest.M
             assert not tier.wants(key_of(i)), "a queued block would be queued again"
             taken += 1
     assert taken == MAX_QUEUED
-    assert tier.metrics()["prefix_cache_disk_unwritten_total"] == 10
+    assert tier.metrics()["prefix_cache_disk_unwritten_blocks_total"] == 10
     may_write.set()
     tier.close()  # writes what it took
-    assert tier.metrics()["prefix_cache_disk_written_total"] == MAX_QUEUED
+    assert tier.metrics()["prefix_cache_disk_written_blocks_total"] == MAX_QUEUED
 
 
 def test_a_disk_that_fails_is_told_once_and_counted(
@@ -186,7 +186,7 @@ def test_a_disk_that_fails_is_told_once_and_counted(
     for i in range(3):
         tier.put(key_of(i), payload_of(tier, key_of(i)))
     tier.close()
-    assert tier.metrics()["prefix_cache_disk_unwritten_total"] == 3
+    assert tier.metrics()["prefix_cache_disk_unwritten_blocks_total"] == 3
     assert caplog.text.count("could not be written") == 1
     assert tier.get(key_of(0)) is None
 
@@ -197,7 +197,7 @@ def test_a_file_that_somebody_else_removed_is_a_miss(tmp_path: Path) -> None:
     (tmp_path / FOLDER / key_of(1).file_name).unlink()
     assert tier.get(key_of(1)) is None
     assert key_of(1) not in tier
-    assert tier.metrics()["prefix_cache_disk_damaged_total"] == 0
+    assert tier.metrics()["prefix_cache_disk_damaged_files_total"] == 0
     tier.close()
 
 
@@ -230,7 +230,7 @@ def test_a_restarted_loop_is_warm(tmp_path: Path, chunk: int, plain: bool) -> No
     assert [s["num_cached_tokens"] for s in stats] == [0, 40]
     assert stats[1]["num_accepted_draft_tokens"] == (0 if plain else 9)  # all that were drafted
     assert loop.metrics.counts["prefix_cache_hit_tokens"] == 40
-    assert loop.cache.metrics()["prefix_cache_disk_hit_total"] == 40 // BLOCK_TOKENS
+    assert loop.cache.metrics()["prefix_cache_disk_hit_blocks_total"] == 40 // BLOCK_TOKENS
 
 
 def test_reading_from_disk_delays_running_requests_by_one_chunk_at_most(tmp_path: Path) -> None:
@@ -242,9 +242,9 @@ def test_reading_from_disk_delays_running_requests_by_one_chunk_at_most(tmp_path
     reads = []
     loop.add(request, lambda _: None)
     while loop.has_work:
-        before = loop.cache.metrics()["prefix_cache_disk_hit_total"]
+        before = loop.cache.metrics()["prefix_cache_disk_hit_blocks_total"]
         loop.step()
-        reads.append(loop.cache.metrics()["prefix_cache_disk_hit_total"] - before)
+        reads.append(loop.cache.metrics()["prefix_cache_disk_hit_blocks_total"] - before)
     loop.cache.close()
     assert sum(reads) == 10
     assert max(reads) == 2
@@ -265,7 +265,7 @@ def test_damage_in_the_middle_of_a_prefix_costs_the_rest_of_it(tmp_path: Path) -
     loop.cache.close()
     assert result.token_ids == greedy_reference(PROMPT, 12, False)
     assert result.final.stats["num_cached_tokens"] == 16
-    assert loop.cache.metrics()["prefix_cache_disk_damaged_total"] == 1
+    assert loop.cache.metrics()["prefix_cache_disk_damaged_files_total"] == 1
     assert path.read_bytes() != data, "it is written again"
 
 

@@ -80,8 +80,8 @@ def test_hits_salts_opt_out_and_a_restart_after_kill_9(
     with TritonServer(build / "repository", build, free_address(), config) as server:
         address = server.address
         assert [answer(address, prompt) for prompt in PROMPTS] == cold
-        damaged = counted(address, "prefix_cache_disk_damaged_total", 2)
-        assert metrics(address)["prefix_cache_disk_hit_total"] > 0
+        damaged = counted(address, "prefix_cache_disk_damaged_files_total", 2)
+        assert metrics(address)["prefix_cache_disk_hit_blocks_total"] > 0
         assert not (folder / "what is this").exists()
         said = server.log_path.read_text().count("removed from the prefix cache's disk tier")
         assert said == damaged
