@@ -69,7 +69,8 @@ test: $(INSTALLED) ## lint, format check, type check and tests; needs no GPU
 	.venv/bin/pytest --numprocesses 2 --dist loadfile
 
 soak: $(INSTALLED) ## 10,000 requests, 20,000 mutated ones and all faults against a tiny model (15 minutes)
-	DSPARK_SOAK=1 .venv/bin/pytest --timeout 3600 -s tests/triton_repo/test_soak.py tests/triton_repo/test_fuzz.py
+	DSPARK_SOAK=1 .venv/bin/pytest --timeout 3600 -s tests/runtime/test_prefix_cache.py \
+	  tests/triton_repo/test_soak.py tests/triton_repo/test_fuzz.py
 
 clean: ## remove build outputs; .venv stays
 	rm -rf build

@@ -32,8 +32,7 @@ from tests.runtime.fakes import (
 
 NO_ENGINES: Any = Engines(None, None)  # type: ignore[arg-type]  # nothing is read without a disk
 
-# 100,000 operations with DSPARK_OPERATIONS=100000; each example is 50 of them.
-OPERATIONS = int(os.environ.get("DSPARK_OPERATIONS", "2000"))
+OPERATIONS = 100_000 if "DSPARK_SOAK" in os.environ else 2_000  # `make soak`
 NUM_BLOCKS = 9
 MAX_IDLE = 5
 MAX_RUNNING = 3
