@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace) -> None:
     prompts = read_prompts(args.prompts, 0) if args.prompts else list(_PROMPTS)
     program, environment = prepare_perf_analyzer(args.out / "tools")
     work_dir = args.build_dir / args.name
-    config = RuntimeConfig()
+    config = RuntimeConfig(prefix_cache_mb=0)  # or one policy would warm the next
     print(f"starting Triton (log: {work_dir / 'serve.log'})", flush=True)
     with TritonServer(work_dir / "repository", work_dir, Address(), config) as server:
         for policy in args.policies.split(","):
