@@ -181,6 +181,7 @@ def _slice(
                 seed=item.seed,
                 acceptance="rejection",
                 policy=policy,
+                disable_prefix_cache=True,  # or the first policy's turn would help the others'
             )
             own.append((item, timing))
 

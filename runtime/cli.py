@@ -71,7 +71,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--policy",
         default=RuntimeConfig.policy,
-        help="off, fixed or fixed:K draft tokens per round (default: %(default)s)",
+        help="off, fixed[:k], threshold[:base], throughput, lagged or auto (default: %(default)s)",
     )
     parser.add_argument(
         "--show-drafts",
