@@ -4,6 +4,10 @@ MODEL ?=
 # Another model never lands in the embedded one's folder.
 NAME ?= $(if $(MODEL),$(patsubst %.gguf,%,$(notdir $(patsubst %/,%,$(MODEL)))),smollm2)
 DTYPE ?= fp32
+# What runs the engines: onnxruntime, or tensorrt (the installed tensorrt, else tensorrt_rtx).
+TARGET ?= onnxruntime
+COMPUTE_CAPABILITY ?=
+SERVING ?=
 # The embedded model's own drafter goes with it; another model brings its own or none.
 DRAFTER ?= $(if $(MODEL),,$(patsubst %/config.json,%,$(wildcard models/dspark_smollm2_135m/config.json)))
 HOST ?= 127.0.0.1
@@ -23,14 +27,15 @@ DSPARK := .venv/bin/dspark
 INSTALLED := .venv/.installed-$(shell sha256sum pyproject.toml | cut -c 1-16)
 PYTHONS := $(or $(PYTHON),python3.12 python3.11 python3.13 python3)
 
-.PHONY: help install export engines repo serve perf test soak clean
+.PHONY: help install export engines repo serve perf test test-engines test-gpu soak clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 	@echo
 	@echo 'MODEL=<Hugging Face folder or .gguf>   the embedded SmolLM2-135M-Instruct when empty'
 	@echo 'NAME=$(NAME)  DTYPE=$(DTYPE) (fp32, fp16, bf16)  DRAFTER=$(DRAFTER)'
+	@echo 'TARGET=$(TARGET) (onnxruntime, tensorrt)  COMPUTE_CAPABILITY=<SM86[,SM89...]>  SERVING=<decoder options as JSON>'
 	@echo 'HOST=$(HOST)  HTTP_PORT=$(HTTP_PORT)  GRPC_PORT=$(GRPC_PORT)  METRICS_PORT=$(METRICS_PORT)'
 	@echo 'ARGS=<more options of dspark serve>   CONCURRENCY=$(CONCURRENCY)   POLICIES=$(POLICIES)'
 	@echo 'PYTHON=<a Python from 3.11 to 3.13 for .venv>'
@@ -42,9 +47,13 @@ export: $(INSTALLED) ## checkpoint to ONNX, with a parity report
 	  $(if $(MODEL),--model $(MODEL)) $(if $(DRAFTER),--drafter $(DRAFTER))
 
 engines: export ## export, build, measure and package: everything up to the model repository
-	$(DSPARK) build --name $(NAME)
+	$(DSPARK) build --name $(NAME) --target $(TARGET) $(if $(SERVING),--config $(SERVING)) \
+	  $(if $(COMPUTE_CAPABILITY),--compute-capability $(COMPUTE_CAPABILITY))
+# Plans for a GPU that is elsewhere are built and packaged; there is nothing here to measure them on.
+ifneq ($(filter onnxruntime,$(TARGET))$(wildcard /dev/nvidiactl),)
 	$(DSPARK) profile --name $(NAME)
 	$(DSPARK) calibrate --name $(NAME)
+endif
 	$(DSPARK) package --name $(NAME)
 
 repo: $(INSTALLED) ## package the model repository from engines that are built
@@ -71,6 +80,13 @@ test: $(INSTALLED) ## lint, format check, type check and tests; needs no GPU
 soak: $(INSTALLED) ## 10,000 requests, 20,000 mutated ones and all faults against a tiny model (15 minutes)
 	DSPARK_SOAK=1 .venv/bin/pytest --timeout 3600 -s tests/runtime/test_prefix_cache.py \
 	  tests/triton_repo/test_soak.py tests/triton_repo/test_fuzz.py
+
+test-engines: $(INSTALLED) ## TensorRT-RTX builds in every combination of head, dtype and GPU (long)
+	.venv/bin/pytest -m engines --timeout 3600
+
+test-gpu: $(INSTALLED) ## what needs a GPU and TensorRT, and all tests of the loop on TensorRT engines
+	.venv/bin/pytest -m gpu
+	DSPARK_TEST_TARGET=tensorrt .venv/bin/pytest tests/runtime tests/triton_repo
 
 clean: ## remove build outputs; .venv stays
 	rm -rf build

@@ -1,59 +1,149 @@
 """ONNX graphs to an engine folder, `build/<name>/engines`, for one builder.
 
 For ONNX Runtime the engine is the ONNX file itself, linked and not copied, after a session has
-loaded it on this machine. The manifest is the export's, completed with what built the engines.
+loaded it on this machine. For TensorRT it is a plan. The manifest is the export's, completed with
+what built the engines, and for TensorRT with what they can serve.
 """
 
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from export.progress import step
+from engines.profiles import profiles, serving_limits
+from engines.tensorrt_builder import (
+    BuildError,
+    PlanOptions,
+    build_plan,
+    builder_of,
+    find_tensorrt,
+)
+from export.progress import say, step
 from export.publish import content_key, link_or_copy, publish
 from runtime import calibration, cost
-from runtime.manifest import FILE_NAME, Builder, load_manifest
+from runtime.config import RuntimeConfig
+from runtime.manifest import FILE_NAME, Artifact, Builder, Manifest, hash_file, load_manifest
+from runtime.spec import drafter_inputs, verifier_inputs
 
-ONNXRUNTIME = "onnxruntime"
+ONNXRUNTIME, TENSORRT = TARGETS = ("onnxruntime", "tensorrt")
 GRAPHS = ("verifier", "drafter")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
-class BuildError(Exception):
-    """The engines cannot be built here; the message says why in one sentence."""
+def build_engines(
+    folder: Path,
+    target: str = ONNXRUNTIME,
+    config: RuntimeConfig | None = None,
+    options: PlanOptions | None = None,
+) -> bool:
+    """Build `folder`/engines from `folder`/onnx with ONNX Runtime or TensorRT.
 
-
-def build_engines(folder: Path) -> bool:
-    """Build `folder`/engines from `folder`/onnx with ONNX Runtime.
-
-    Returns False when they were up to date: same export, same ONNX Runtime, same provider.
-    Raises BuildError when ONNX Runtime cannot load a graph on this machine, ManifestError when
+    `config` (what the engines shall serve) and `options` are TensorRT's. Returns False when the
+    engines were up to date: same export, same builder, same device, same options.
+    Raises BuildError when a graph cannot be loaded or built on this machine, ManifestError when
     there is no complete export, PublishError when the disk is full.
     """
-    source, target = folder / "onnx", folder / "engines"
+    exported = replace(load_manifest(folder / "onnx"), cost=cost.PATH, calibration=calibration.PATH)
+    if target == ONNXRUNTIME:
+        return _build_onnxruntime(folder, exported)
+    return _build_tensorrt(folder, exported, config or RuntimeConfig(), options or PlanOptions())
+
+
+def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
     # Asking ONNX Runtime would load the CUDA libraries, and complain where there are none.
     provider = "CUDAExecutionProvider" if NVIDIA_DEVICE.exists() else "CPUExecutionProvider"
     manifest = replace(
-        load_manifest(source),
+        exported,
         builder=Builder(ONNXRUNTIME, version("onnxruntime-gpu")),
         device={"machine": platform.machine(), "provider": provider},
-        cost=cost.PATH,
-        calibration=calibration.PATH,
     )
 
     def make(partial: Path) -> None:
         for artifact in manifest.artifacts.values():
-            for name in (artifact.path, *artifact.data_files):
-                link_or_copy(source / name, partial / name)
+            _link(artifact, folder / "onnx", partial)
         for graph in GRAPHS:
             if graph in manifest.artifacts:
                 with step(f"loading the {graph} in ONNX Runtime"):
                     _load(partial / manifest.artifacts[graph].path, manifest.dtype, provider)
         (partial / FILE_NAME).write_text(manifest.to_json())
 
-    return publish(target, content_key(manifest.to_json()), make)
+    return publish(folder / "engines", content_key(manifest.to_json()), make)
+
+
+def _build_tensorrt(
+    folder: Path, exported: Manifest, config: RuntimeConfig, options: PlanOptions
+) -> bool:
+    trt = find_tensorrt()
+    builder = builder_of(trt)
+    limits = serving_limits(exported, config)
+    manifest = replace(
+        exported, builder=builder, device=_device(builder, options), serving_limits=limits
+    )
+    by_graph = profiles(manifest, limits)
+    inputs = {"verifier": verifier_inputs(manifest.verifier)}
+    if manifest.drafter is not None:
+        inputs["drafter"] = drafter_inputs(manifest.drafter)
+
+    def make(partial: Path) -> None:
+        say(f"building with {builder.name} {builder.version} for {_target_text(manifest.device)}")
+        artifacts = {}
+        for name, artifact in exported.artifacts.items():
+            if name not in inputs:
+                _link(artifact, folder / "onnx", partial)
+                artifacts[name] = artifact
+                continue
+            plan = partial / f"{name}.plan"
+            with step(f"building the {name}"):
+                build_plan(
+                    trt,
+                    folder / "onnx" / artifact.path,
+                    plan,
+                    inputs[name],
+                    list(by_graph[name].values()),
+                    options,
+                    # Without effect in RTX.
+                    folder / "timing.cache" if builder.name == TENSORRT else None,
+                )
+            artifacts[name] = Artifact(plan.name, plan.stat().st_size, hash_file(plan))
+        built = replace(manifest, artifacts=artifacts)
+        (partial / FILE_NAME).write_text(built.to_json())
+
+    return publish(folder / "engines", content_key(manifest.to_json(), asdict(options)), make)
+
+
+def _device(builder: Builder, options: PlanOptions) -> dict[str, Any]:
+    """For what the plans are: compute capabilities as SM86 (none: all that RTX supports)."""
+    device: dict[str, Any] = {
+        "machine": platform.machine(),
+        "compute_capabilities": list(options.compute_capabilities),
+        "hardware_compatibility": options.hardware_compatibility,
+    }
+    if options.compute_capabilities:
+        return device
+    if NVIDIA_DEVICE.exists():
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        device["compute_capabilities"] = [f"SM{major}{minor}"]
+        device["name"] = torch.cuda.get_device_name()
+    elif builder.name == TENSORRT:
+        raise BuildError(
+            f"tensorrt {builder.version} builds on the NVIDIA GPU that it builds for, and there "
+            "is none here: build there, or run `make install` for TensorRT-RTX"
+        )
+    return device
+
+
+def _target_text(device: dict[str, Any]) -> str:
+    return ", ".join(device["compute_capabilities"]) or "every GPU it supports"
+
+
+def _link(artifact: Artifact, source: Path, target: Path) -> None:
+    for name in (artifact.path, *artifact.data_files):
+        link_or_copy(source / name, target / name)
 
 
 def _load(path: Path, dtype: str, provider: str) -> None:

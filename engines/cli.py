@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from engines.build import BuildError, build_engines
+from engines.build import ONNXRUNTIME, TARGETS, build_engines
+from engines.tensorrt_builder import BuildError, PlanOptions
 from export.cli import folder_name
 from export.embedded import NAME
 from export.errors import ExportError
 from export.progress import say
-from runtime.config import ConfigError, RuntimeConfig
+from runtime.config import ConfigError, RuntimeConfig, load_config
 from runtime.manifest import ManifestError
 
 
@@ -21,11 +22,12 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "build",
         help="turn exported ONNX graphs into an engine folder",
-        description="Build BUILD_DIR/NAME/engines for ONNX Runtime from BUILD_DIR/NAME/onnx. What "
-        "did not change since the last run is not built again.",
+        description="Build BUILD_DIR/NAME/engines for ONNX Runtime or TensorRT from "
+        "BUILD_DIR/NAME/onnx. What did not change since the last run is not built again.",
         allow_abbrev=False,
     )
     _add_folder(parser)
+    _add_target(parser)
     parser.set_defaults(func=run_build)
 
     parser = subparsers.add_parser(
@@ -108,10 +110,62 @@ def _run(command: str, done: str, target: Path, work: Callable[[], bool]) -> int
     return 0
 
 
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        default=ONNXRUNTIME,
+        help="what runs the engines; tensorrt is the installed tensorrt, else tensorrt_rtx "
+        "(default: %(default)s)",
+    )
+    options = parser.add_argument_group("TensorRT")
+    options.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="JSON of decoder options (as DSPARK_CONFIG) that the engines shall serve: "
+        "max_batch_requests, prefill_chunk_tokens, max_model_tokens, kv_cache_mb, prefix_cache_mb "
+        "(default: the decoder's defaults)",
+    )
+    options.add_argument(
+        "--compute-capability",
+        type=capabilities,
+        default=(),
+        metavar="SM86[,SM89...]",
+        help="GPUs to build for, where the installed TensorRT can choose (default: the one here)",
+    )
+    options.add_argument(
+        "--workspace-mb",
+        type=int,
+        default=PlanOptions.workspace_mb,
+        metavar="N",
+        help="most memory for one layer's scratch space; 0: no limit (default: %(default)s)",
+    )
+    options.add_argument(
+        "--hardware-compatibility",
+        choices=("none", "ampere_plus", "same_compute_capability"),
+        default=PlanOptions.hardware_compatibility,
+        help="other GPUs on which the plan runs too, at some cost in speed (default: %(default)s)",
+    )
+
+
+def capabilities(value: str) -> tuple[str, ...]:
+    """Argument type: names of compute capabilities, separated by commas."""
+    return tuple(name.strip().upper() for name in value.split(",") if name.strip())
+
+
 def run_build(args: argparse.Namespace) -> int:
     """Run `dspark build`."""
     folder = args.build_dir / args.name
-    return _run("build", "built", folder / "engines", lambda: build_engines(folder))
+
+    def work() -> bool:
+        config = load_config(args.config) if args.config else RuntimeConfig()
+        options = PlanOptions(
+            args.compute_capability, args.workspace_mb, args.hardware_compatibility
+        )
+        return build_engines(folder, args.target, config, options)
+
+    return _run("build", "built", folder / "engines", work)
 
 
 def run_profile(args: argparse.Namespace) -> int:

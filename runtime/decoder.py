@@ -136,7 +136,15 @@ def _capacity(manifest: Manifest, config: RuntimeConfig) -> tuple[int, int]:
     kv = manifest.verifier.kv
     token_bytes = _token_bytes(manifest)
     draft_tokens = 0 if manifest.drafter is None else manifest.drafter.block_size
-    max_model_tokens = config.max_model_tokens or manifest.verifier.max_positions
+    built_for = manifest.serving_limits
+    longest = built_for.get("max_model_tokens", manifest.verifier.max_positions)
+    max_model_tokens = config.max_model_tokens or longest
+    for name, limit in built_for.items():
+        if not name.endswith("_mb") and getattr(config, name) > limit:  # engines know their pools
+            raise ConfigError(
+                f"{name} may be at most {limit}, for which the engines were built, got "
+                f"{getattr(config, name)}: build with it in SERVING"
+            )
     if max_model_tokens > manifest.verifier.max_positions:
         raise ConfigError(
             f"max_model_tokens may be at most the model's context of "

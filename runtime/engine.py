@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.manifest import Artifact, Manifest, ManifestError
+from runtime.manifest import TENSORRT, Artifact, Manifest, ManifestError
 from runtime.spec import (
     KvDims,
     TensorSpec,
@@ -47,6 +47,33 @@ class Engine(Protocol):
         """Free the engine and its pool; may be called again."""
 
 
+_INPUT_DTYPES = {"int64": np.int64, "fp32": np.float32}
+
+
+def check_inputs(
+    engine: str, specs: Mapping[str, TensorSpec], inputs: Mapping[str, NDArray]
+) -> dict[str, int]:
+    """The size of each dimension symbol in one call of `engine`.
+
+    Raises EngineError when `inputs` are not exactly those of `specs` in name, dtype and shape, or
+    one symbol has two sizes.
+    """
+    if inputs.keys() != specs.keys():
+        raise EngineError(f"{engine} takes {sorted(specs)}, got {sorted(inputs)}")
+    sizes: dict[str, int] = {}
+    for name, array in inputs.items():
+        spec = specs[name]
+        fits = array.dtype == _INPUT_DTYPES[spec.dtype] and array.ndim == len(spec.dims)
+        for dim, size in zip(spec.dims, array.shape, strict=False):
+            fits &= (dim if isinstance(dim, int) else sizes.setdefault(dim, size)) == size
+        if not fits:
+            raise EngineError(
+                f"{engine}: {name} must be {spec.dtype} {list(spec.dims)} with {sizes}, "
+                f"got {array.dtype} {list(array.shape)}"
+            )
+    return sizes
+
+
 class Engines:
     """Verifier and drafter (None for a model without one) over pools of the same blocks."""
 
@@ -66,19 +93,7 @@ def load_engines(engine_dir: Path, manifest: Manifest, num_blocks: int, threads:
 
     Raises ManifestError when this machine cannot run them.
     """
-    name = manifest.builder.name
-    if name != "onnxruntime":
-        raise ManifestError(
-            f"{engine_dir} was built by {name}, which this version does not run: "
-            "run `make engines` to build ONNX Runtime engines"
-        )
-    from runtime.ort_engine import OrtEngine
-
-    def load(
-        artifact: Artifact, kv: KvDims, inputs: list[TensorSpec], outputs: list[TensorSpec]
-    ) -> Engine:
-        return OrtEngine(engine_dir / artifact.path, kv, inputs, outputs, num_blocks, threads)
-
+    load = _loader(engine_dir, manifest, num_blocks, threads)
     dims = manifest.verifier
     verifier = load(
         manifest.artifacts["verifier"], dims.kv, verifier_inputs(dims), verifier_outputs(dims)
@@ -90,3 +105,28 @@ def load_engines(engine_dir: Path, manifest: Manifest, num_blocks: int, threads:
         manifest.artifacts["drafter"], draft.kv, drafter_inputs(draft), drafter_outputs(draft)
     )
     return Engines(verifier, drafter)
+
+
+Load = Callable[[Artifact, KvDims, Sequence[TensorSpec], Sequence[TensorSpec]], Engine]
+
+
+def _loader(engine_dir: Path, manifest: Manifest, num_blocks: int, threads: int) -> Load:
+    """What loads one engine of `manifest`: each library is imported only where it is used."""
+    name = manifest.builder.name
+    if name == "onnxruntime":
+        from runtime.ort_engine import OrtEngine
+
+        return lambda artifact, kv, inputs, outputs: OrtEngine(
+            engine_dir / artifact.path, kv, list(inputs), list(outputs), num_blocks, threads
+        )
+    if name in TENSORRT:
+        from runtime.trt_engine import CudaDevice, TrtEngine, load_tensorrt
+
+        trt, device = load_tensorrt(manifest), CudaDevice()
+        return lambda artifact, kv, inputs, outputs: TrtEngine(
+            engine_dir / artifact.path, kv, inputs, outputs, num_blocks, trt, device
+        )
+    raise ManifestError(
+        f"{engine_dir} was built by {name}, which this version does not run: "
+        "run `make engines` to build ONNX Runtime engines"
+    )

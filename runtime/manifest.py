@@ -16,6 +16,7 @@ from runtime.spec import DrafterDims, KvDims, VerifierDims
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+TENSORRT = ("tensorrt", "tensorrt_rtx")  # builders whose engines are plans for a GPU
 
 
 class ManifestError(Exception):
@@ -54,6 +55,8 @@ class Manifest:
     tokenizer_sha256: str
     eos_token_ids: tuple[int, ...]
     device: dict[str, Any] = field(default_factory=dict)
+    # The most that the engines serve, under RuntimeConfig's names; empty for no limit.
+    serving_limits: dict[str, int] = field(default_factory=dict)
     parity: dict[str, Any] = field(default_factory=dict)
     cost: str | None = None  # where the cost table goes in the engine folder, measured or not yet
     calibration: str | None = None  # likewise

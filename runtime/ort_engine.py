@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from runtime.engine import EngineError
+from runtime.engine import EngineError, check_inputs
 from runtime.spec import KvDims, TensorSpec
 
 _NUMPY = {"int64": np.int64, "fp32": np.float32, "fp16": np.float16}
@@ -64,7 +64,9 @@ class OrtEngine:
         if self._session is None:
             raise EngineError(f"{self._name} is closed")
         inputs = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
-        sizes = self._bind_inputs(inputs)
+        sizes = check_inputs(self._name, self._inputs, inputs)
+        for name, array in inputs.items():
+            self._binding.bind_cpu_input(name, array)
         results = {}
         for spec in self._outputs:
             shape = tuple(d if isinstance(d, int) else sizes[d] for d in spec.dims)
@@ -124,23 +126,6 @@ class OrtEngine:
     def close(self) -> None:
         """Free session and pool."""
         self._session = self._binding = self._pool = self._pool_rows = self._new = None
-
-    def _bind_inputs(self, inputs: Mapping[str, NDArray]) -> dict[str, int]:
-        if inputs.keys() != self._inputs.keys():
-            raise EngineError(f"{self._name} takes {sorted(self._inputs)}, got {sorted(inputs)}")
-        sizes: dict[str, int] = {}
-        for name, array in inputs.items():
-            spec = self._inputs[name]
-            fits = array.dtype == _NUMPY[spec.dtype] and array.ndim == len(spec.dims)
-            for dim, size in zip(spec.dims, array.shape, strict=False):
-                fits &= (dim if isinstance(dim, int) else sizes.setdefault(dim, size)) == size
-            if not fits:
-                raise EngineError(
-                    f"{self._name}: {name} must be {spec.dtype} {list(spec.dims)} with {sizes}, "
-                    f"got {array.dtype} {list(array.shape)}"
-                )
-            self._binding.bind_cpu_input(name, array)
-        return sizes
 
     def _buffer(self, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any]:
         # Grown, never shrunk: a view of the right size is what the graph writes into.

@@ -15,6 +15,9 @@ from onnx import GraphProto
 
 from tests.helpers import make_tiny_drafter, make_tiny_llama, shared_data_dir
 
+# `make test-gpu` runs the tests of the loop on TensorRT engines.
+TARGET = os.environ.get("DSPARK_TEST_TARGET", "onnxruntime")
+
 
 @pytest.fixture(scope="session")
 def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,7 +37,7 @@ def tiny_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("build")
     model = make_tiny_llama(root / "model")
     export_pair(ExportOptions(model=str(model), name="tiny", build_dir=root))
-    build_engines(root / "tiny")
+    build_engines(root / "tiny", TARGET)
     return root / "tiny"
 
 
@@ -48,7 +51,7 @@ def tiny_pair_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_tiny_llama(root / "model")
     drafter = make_tiny_drafter(root / "drafter", draft_vocab_size=100, own_embeddings=False)
     export_pair(ExportOptions(model=str(model), name="tiny", drafter=drafter, build_dir=root))
-    build_engines(root / "tiny")
+    build_engines(root / "tiny", TARGET)
     return root / "tiny"
 
 
@@ -72,12 +75,13 @@ def embedded_build(shared_tmp: Path) -> Path:
     from cli.main import main
 
     with FileLock(shared_tmp / "embedded.lock"):
-        assert main(["export", *_default_drafter()]) == 0
-        assert main(["build"]) == 0
+        assert main(["export", *default_drafter()]) == 0
+        assert main(["build", "--target", TARGET]) == 0
     return Path("build/smollm2")
 
 
-def _default_drafter() -> list[str]:
+def default_drafter() -> list[str]:
+    """Arguments of `dspark export` for the embedded model's own drafter."""
     shipped = Path("models/dspark_smollm2_135m")
     return ["--drafter", str(shipped)] if (shipped / "config.json").is_file() else []
 
@@ -93,7 +97,7 @@ def early_build(embedded_build: Path) -> Path:
     if not folder.exists():  # start from the same verifier instead of exporting it again
         shutil.copytree(embedded_build / "onnx", folder / "onnx", copy_function=os.link)
     export_pair(ExportOptions(model=str(embedded_build / "hf"), name=folder.name, drafter=drafter))
-    build_engines(folder)
+    build_engines(folder, TARGET)
     return folder
 
 

@@ -25,6 +25,7 @@ from triton_repo.server import (
     ServerError,
     TritonServer,
 )
+from triton_repo.standalone import package_standalone
 
 _WATCH_PERIOD_S = 0.5
 
@@ -38,6 +39,12 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         allow_abbrev=False,
     )
     _add_common(parser)
+    parser.add_argument(
+        "--standalone",
+        action="store_true",
+        help="also make build/NAME/standalone: the engines as models of their own, to be profiled "
+        "with perf_analyzer on a Triton that has their backend",
+    )
     parser.set_defaults(func=run_package)
 
     parser = subparsers.add_parser(
@@ -90,6 +97,8 @@ def run_package(args: argparse.Namespace) -> int:
     repository = args.build_dir / args.name / "repository"
     try:
         made = package(args.build_dir / args.name)
+        if args.standalone:
+            package_standalone(args.build_dir / args.name)
     except (PackageError, ManifestError, ExportError, OSError) as error:
         print(f"dspark package: {error}", file=sys.stderr)
         return 1

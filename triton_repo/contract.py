@@ -99,15 +99,16 @@ def _entry(tensor: Tensor, extra: str = "") -> str:
     return f"  {{ {fields} }}"
 
 
-def render_config(name: str = MODEL_NAME) -> str:
+def render_config(name: str = MODEL_NAME, on_gpu: bool = False) -> str:
     """config.pbtxt of a served model.
 
-    The decoder batches by itself, hence one instance and no batching by Triton. KIND_CPU keeps
-    Triton from starting one per GPU.
+    The decoder batches by itself, hence one instance and no batching by Triton: on the first GPU
+    where its engines need one, else KIND_CPU, which keeps Triton from starting one per GPU.
     """
     inputs = ",\n".join(_entry(tensor, " optional: true") for tensor in INPUTS.values())
     outputs = ",\n".join(_entry(tensor) for tensor in OUTPUTS.values())
     decoupled, rows = ("true", MAX_BATCH_ROWS) if name == MODEL_NAME else ("false", 1)
+    instances = "kind: KIND_GPU count: 1 gpus: [ 0 ]" if on_gpu else "kind: KIND_CPU count: 1"
     return f"""\
 name: "{name}"
 backend: "python"
@@ -119,5 +120,5 @@ output [
 {outputs}
 ]
 model_transaction_policy {{ decoupled: {decoupled} }}
-instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+instance_group [ {{ {instances} }} ]
 """

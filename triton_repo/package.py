@@ -20,7 +20,14 @@ from pathlib import Path
 
 import runtime
 from export.publish import content_key, link_or_copy, publish
-from runtime.manifest import FILE_NAME, Manifest, hash_file, load_manifest, tokenizer_hash
+from runtime.manifest import (
+    FILE_NAME,
+    TENSORRT,
+    Manifest,
+    hash_file,
+    load_manifest,
+    tokenizer_hash,
+)
 from triton_repo.contract import MODEL_NAME, UNARY_MODEL_NAME, render_config
 
 _SOURCES = Path(__file__).parent
@@ -53,7 +60,11 @@ def package(build_dir: Path) -> bool:
             f"the tokenizer in {tokenizer_dir} is not the one that {engine_dir} was built with: "
             "run `make engines` to build both from one checkpoint"
         )
-    configs = {name: render_config(name) for name in (MODEL_NAME, UNARY_MODEL_NAME)}
+    on_gpu = manifest.builder.name in TENSORRT
+    configs = {
+        MODEL_NAME: render_config(MODEL_NAME, on_gpu),
+        UNARY_MODEL_NAME: render_config(UNARY_MODEL_NAME),
+    }
     unary = _SOURCES / "unary_model.py"
     engine_files = {
         f"engines/{name}": engine_dir / name for name in _engine_files(engine_dir, manifest)

@@ -15,6 +15,7 @@ from bench.prompts import run_requests
 from runtime.config import RuntimeConfig
 from runtime.decoder import Model
 from runtime.request import Request, validate_request
+from tests.conftest import TARGET
 from tests.helpers import load_golden, make_tiny_tokenizer, shared_data_dir
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         build_dir=root,
     )
     export_pair(options)
-    build_engines(root / "golden")
+    build_engines(root / "golden", TARGET)
     config = RuntimeConfig(num_threads=1, kv_cache_mb=16)
     model = Model(root / "golden" / "engines", root / "golden" / "hf", config)
     yield model, request.param
