@@ -84,8 +84,7 @@ soak: $(INSTALLED) ## 10,000 requests, 20,000 mutated ones and all faults agains
 test-engines: $(INSTALLED) ## TensorRT-RTX builds in every combination of head, dtype and GPU (long)
 	.venv/bin/pytest -m engines --timeout 3600
 
-test-gpu: $(INSTALLED) ## what needs a GPU and TensorRT, and all tests of the loop on TensorRT engines
-	.venv/bin/pytest -m gpu
+test-gpu: $(INSTALLED) ## all tests of the loop on TensorRT engines; needs a GPU and TensorRT
 	DSPARK_TEST_TARGET=tensorrt .venv/bin/pytest tests/runtime tests/triton_repo
 
 clean: ## remove build outputs; .venv stays
