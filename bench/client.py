@@ -45,7 +45,6 @@ class Client:
     def __init__(self, args: argparse.Namespace) -> None:
         import tritonclient.grpc as grpc
 
-        self._grpc = grpc
         self._client = grpc.InferenceServerClient(f"{args.host}:{args.grpc_port}")
         self._events: queue.SimpleQueue[tuple[float, Any, Any]] = queue.SimpleQueue()
         self._client.start_stream(
@@ -57,7 +56,7 @@ class Client:
         start = time.perf_counter()
         self._client.async_stream_infer(
             MODEL_NAME,
-            [self._input(name, value) for name, value in {**fields, "stream": True}.items()],
+            [grpc_input(name, value) for name, value in {**fields, "stream": True}.items()],
             enable_empty_final_response=True,
         )
         times, final, result = [], False, None
@@ -75,25 +74,36 @@ class Client:
         self._client.stop_stream()
         self._client.close()
 
-    def _input(self, name: str, value: Any) -> Any:
-        datatype = INPUTS[name].datatype
-        value = value.encode() if isinstance(value, str) else value
-        array = np.array([[value]], _NUMPY_TYPES[datatype])
-        wire = "BYTES" if datatype == "STRING" else datatype
-        tensor = self._grpc.InferInput(name, list(array.shape), wire)
-        tensor.set_data_from_numpy(array)
-        return tensor
+
+def grpc_input(name: str, value: Any) -> Any:
+    """An input of the served model from a scalar, a list ([n] of one row) or rows of such lists.
+
+    A name that the model does not have goes as INT32, for the server to refuse.
+    """
+    import tritonclient.grpc as grpc
+
+    datatype = INPUTS[name].datatype if name in INPUTS else "INT32"
+    values = value if isinstance(value, list) else [value]
+    is_batch = bool(values) and isinstance(values[0], list)
+    array = np.array(values if is_batch else [values], dtype=_NUMPY_TYPES[datatype])
+    made = grpc.InferInput(name, list(array.shape), "BYTES" if datatype == "STRING" else datatype)
+    made.set_data_from_numpy(array)
+    return made
 
 
-def server_metrics(args: argparse.Namespace, wait_s: float = EXPORT_S) -> Counter[str]:
-    """The server's dspark_ series without that prefix, once its periodic export has caught up."""
-    time.sleep(wait_s)
-    url = f"http://{args.host}:{args.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+def read_metrics(host: str, port: int) -> Counter[str]:
+    """The server's dspark_ series now, without that prefix; 0 where nothing was counted yet."""
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=TIMEOUT_S) as response:
         lines = response.read().decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("dspark_")]
     values = {name.removeprefix("dspark_"): float(value) for name, value in pairs}
     return Counter(values)
+
+
+def server_metrics(args: argparse.Namespace, wait_s: float = EXPORT_S) -> Counter[str]:
+    """`read_metrics` once the server's periodic export has caught up."""
+    time.sleep(wait_s)
+    return read_metrics(args.host, args.metrics_port)
 
 
 def gained(before: Counter[str], after: Counter[str]) -> Counter[str]:

@@ -15,23 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tritonclient.grpc as grpc
 
+from bench.client import grpc_input, read_metrics
 from triton_repo.bridge import HOUSEKEEPING_PERIOD_S
-from triton_repo.contract import INPUTS, MODEL_NAME, OUTPUTS, UNARY_MODEL_NAME
+from triton_repo.contract import MODEL_NAME, OUTPUTS, UNARY_MODEL_NAME
 from triton_repo.server import Address, TritonServer
 
 CONTEXT_TOKENS = 512  # of the tiny model
 ADMIN_KEY = "open-sesame"  # of the server that the tests share
 _TIMEOUT_S = 30
-_NUMPY_TYPES = {
-    "STRING": np.object_,
-    "INT32": np.int32,
-    "UINT64": np.uint64,
-    "FP32": np.float32,
-    "BOOL": np.bool_,
-}
 
 
 class RefusedError(Exception):
@@ -111,12 +104,7 @@ def generate_stream(address: Address, **fields: Any) -> Iterator[dict[str, Any]]
 
 def metrics(address: Address) -> Counter[str]:
     """The dspark_ metrics by series without that prefix; 0 where nothing was counted yet."""
-    url = f"http://{address.client_host}:{address.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        lines = response.read().decode().splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("dspark_")]
-    values = {name.removeprefix("dspark_"): float(value) for name, value in pairs}
-    return Counter(values)  # type: ignore[arg-type]  # seconds are not whole
+    return read_metrics(address.client_host, address.metrics_port)
 
 
 def settled_metrics(address: Address) -> Counter[str]:
@@ -169,7 +157,7 @@ class GrpcStream:
         """Start a request."""
         self._client.async_stream_infer(
             MODEL_NAME,
-            [_grpc_input(name, value) for name, value in fields.items()],
+            [grpc_input(name, value) for name, value in fields.items()],
             enable_empty_final_response=True,
             parameters=parameters or {},
         )
@@ -183,7 +171,7 @@ class GrpcStream:
     def send_rows(self, **columns: list[Any]) -> None:
         """Start a batched request of scalars."""
         inputs = [
-            _grpc_input(name, [[value] for value in values]) for name, values in columns.items()
+            grpc_input(name, [[value] for value in values]) for name, values in columns.items()
         ]
         self._client.async_stream_infer(MODEL_NAME, inputs, enable_empty_final_response=True)
 
@@ -225,7 +213,7 @@ class GrpcStream:
 def infer(address: Address, **fields: Any) -> dict[str, Any]:
     """One unary gRPC call of the companion model. Raises RefusedError."""
     with grpc.InferenceServerClient(f"{address.client_host}:{address.grpc_port}") as client:
-        inputs = [_grpc_input(name, value) for name, value in fields.items()]
+        inputs = [grpc_input(name, value) for name, value in fields.items()]
         try:
             result = client.infer(UNARY_MODEL_NAME, inputs, client_timeout=_TIMEOUT_S)
         except grpc.InferenceServerException as error:
@@ -241,14 +229,3 @@ def _plain_outputs(result: Any) -> dict[str, Any]:
         is_list = OUTPUTS[output.name].is_list
         values[output.name] = row if is_list else row[0]
     return values
-
-
-def _grpc_input(name: str, value: Any) -> grpc.InferInput:
-    tensor = INPUTS.get(name)
-    datatype = tensor.datatype if tensor else "INT32"
-    values = value if isinstance(value, list) else [value]
-    is_batch = bool(values) and isinstance(values[0], list)
-    array = np.array(values if is_batch else [values], dtype=_NUMPY_TYPES[datatype])
-    made = grpc.InferInput(name, list(array.shape), "BYTES" if datatype == "STRING" else datatype)
-    made.set_data_from_numpy(array)
-    return made
