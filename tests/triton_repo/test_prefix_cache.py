@@ -67,6 +67,9 @@ def test_hits_salts_opt_out_and_a_restart_after_kill_9(
         now = metrics(address)
         assert now["kv_blocks_free"] == now["kv_blocks"]
         assert now["prefix_cache_blocks"] >= 5 * CACHED_TOKENS // BLOCK_TOKENS
+        counted(
+            address, "prefix_cache_disk_written_blocks_total", 4 * CACHED_TOKENS // BLOCK_TOKENS
+        )
         os.killpg(server.pid, signal.SIGKILL)
 
     files = sorted(folder.glob("*.pair"))
@@ -80,10 +83,16 @@ def test_hits_salts_opt_out_and_a_restart_after_kill_9(
     with TritonServer(build / "repository", build, free_address(), config) as server:
         address = server.address
         assert [answer(address, prompt) for prompt in PROMPTS] == cold
-        damaged = counted(address, "prefix_cache_disk_damaged_files_total", 2)
+        log, told = server.log_path, "removed from the prefix cache's disk tier"
+        # The log tells of a file at once, the metrics with the decoder's next report.
+        eventually(
+            lambda: (
+                metrics(address)["prefix_cache_disk_damaged_files_total"]
+                == log.read_text().count(told)
+                >= 2
+            )
+        )
         assert metrics(address)["prefix_cache_disk_hit_blocks_total"] > 0
         assert not (folder / "what is this").exists()
-        said = server.log_path.read_text().count("removed from the prefix cache's disk tier")
-        assert said == damaged
         # What was damaged has been computed and written again.
         assert [answer(address, prompt) for prompt in PROMPTS] == cold
