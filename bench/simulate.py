@@ -28,7 +28,7 @@ from runtime.cost import parse_cost
 from runtime.load import LoadGauge
 from runtime.manifest import load_manifest
 from runtime.metrics import Metrics
-from runtime.schedule import Policy, parse_policy
+from runtime.schedule import HISTORY_ROUNDS, Policy, parse_policy
 from runtime.scheduler import Scheduler, Tables
 
 
@@ -51,7 +51,9 @@ class SimulatedSequence:
     num_computed: int = 0
     num_drafter_computed: int = 0
     num_output: int = 0
-    survivals: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=2))
+    survivals: deque[NDArray[np.float64]] = field(
+        default_factory=lambda: deque(maxlen=HISTORY_ROUNDS)
+    )
     start_s: float = 0.0
     first_s: float = 0.0
 
@@ -168,6 +170,7 @@ def simulate(
             sequence.num_computed += gained
             rounds, verified_tokens = rounds + 1, verified_tokens + verified
             accepted_tokens += min(accepted, gained)
+            scheduler.end_round(sequence, accepted)
             if not scheduler.speculates(sequence):
                 sequence.num_drafter_computed = sequence.num_computed
         for sequence in running:

@@ -129,8 +129,7 @@ class Loop:
             self._verify(decoding, verified, "")
             num_verified = sum(len(draft.token_ids) for draft in verified.values())
             new_context = metrics.counts["drafter_context_tokens"] - old_context
-            predicted_s = scheduler.predicted_s(len(drafts), num_verified, new_context)
-            metrics.end_decoding(predicted_s)
+            scheduler.end_decoding(len(drafts), num_verified, new_context, metrics.step_s)
         if prefilling := self._prefill_segments():
             self._verify(prefilling, verified, "prefill_")
         scheduler.gauge.update(metrics.step_s, len(admission.running), len(admission.waiting))
@@ -360,6 +359,7 @@ class Loop:
             sequence.append(token_id, origin, likely[row] if likely else None)
             if sequence.finish_reason is not None:
                 break  # the rest of an accepted block is cut: in text, ids, usage and metrics
+        self.scheduler.end_round(sequence, num_accepted)
         gained = sequence.num_output - before
         self.metrics.counts["output_tokens"] += gained
         if was_decoding:

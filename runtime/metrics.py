@@ -80,12 +80,6 @@ class Metrics:
         """Seconds from the step's start to its last lap."""
         return self._lap_s - self._start_s
 
-    def end_decoding(self, predicted_s: float | None) -> None:
-        """Book a step's decoding beside what the cost table said, if there is one."""
-        if predicted_s is not None:
-            self.predicted_decoding_s += predicted_s
-            self.measured_decoding_s += self.step_s
-
     def lap(self, phase: str) -> None:
         """Book the time since the previous lap under `phase`."""
         now = time.perf_counter()

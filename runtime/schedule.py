@@ -12,6 +12,7 @@ verified, its drafting included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from runtime.config import ConfigError
 
 Int = NDArray[np.int64]
 Float = NDArray[np.float64]
+
+HISTORY_ROUNDS = 8  # of a request, whose survivals say what to expect of it
 
 THRESHOLD_BASE = 0.3  # of the paper
 THRESHOLD_SLOPE = 0.5
@@ -145,29 +148,50 @@ def lagged_lengths(
     return _first(rows, count, len(caps))
 
 
-class Outlook(NamedTuple):
-    """What steps under `throughput` yield on average."""
+class Choice(NamedTuple):
+    """Requests to draft for, and what that yields."""
 
-    tokens: float
-    seconds: float
+    rows: Int  # [D], the most promising first
+    gain: float  # expected tokens per second over those of plain decoding, at least 1
 
 
-def expect_throughput(
-    survivals: Float, requests: int, step_s: Float, base_tokens: float, min_gain: float = 0.0
-) -> Outlook:
-    """Average step of `throughput_lengths` for requests whose survivals are like these.
+def worth_drafting(
+    samples: Float,
+    arrears_s: Float,
+    step_s: Callable[[int], Float],
+    base_tokens: float,
+    min_gain: float = 0.0,
+) -> Choice:
+    """Those of R requests for which drafting yields the most tokens per second, on average.
+
+    The requests that promise most come first; how many of them is tried out. Ties go by row.
 
     Args:
-        survivals: [N, g] a sample of rounds; taken in groups of `requests`.
-        requests: that draft in a step.
-        step_s, base_tokens, min_gain: see `throughput_lengths`.
+        samples: [R, H, g] survivals of H rounds that say what to expect of each request.
+        arrears_s: [R] seconds by which drafting for a request lengthens the step beyond `step_s`.
+        step_s: of D requests drafted for, [D * g + 1].
+        base_tokens, min_gain: see `throughput_lengths`, which will cut the drafts.
     """
-    num_groups = max(1, len(survivals) // requests)
-    grouped = np.resize(survivals, (num_groups, requests * survivals.shape[1]))
-    values = -np.sort(-grouped, axis=1)
-    counts = num_admitted(values, step_s, base_tokens, min_gain)
-    tokens = np.take_along_axis(_tokens(values, base_tokens), counts[:, None], axis=1)
-    return Outlook(float(tokens.mean()), float(step_s[counts].mean()))
+    order = np.argsort(-samples.sum(axis=2).mean(axis=1), kind="stable")
+    plain_rate = base_tokens / step_s(0)[0]
+    best = Choice(order[:0], 1.0)
+    for count in _tried_counts(len(order)):
+        rows, seconds = order[:count], step_s(count)
+        by_sample = samples[rows].swapaxes(0, 1).reshape(samples.shape[1], -1)
+        values = -np.sort(-by_sample, axis=1)
+        counts = num_admitted(values, seconds, base_tokens, min_gain)
+        tokens = np.take_along_axis(_tokens(values, base_tokens), counts[:, None], axis=1)
+        mean_s = seconds[counts].mean() + arrears_s[rows].sum()
+        gain = float(tokens.mean() / mean_s / plain_rate)
+        if gain > best.gain:
+            best = Choice(rows, gain)
+    return best
+
+
+def _tried_counts(last: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, ... and `last`."""
+    steps = [n for i in range(last.bit_length()) for n in (1 << i, 3 << i >> 1) if n < last]
+    return sorted({*steps, last})
 
 
 def num_admitted(values: Float, step_s: Float, base_tokens: float, min_gain: float) -> Int:

@@ -15,28 +15,29 @@ from numpy.typing import NDArray
 from runtime.calibration import Calibration, sigmoid
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.cost import CostTable
+from runtime.experience import Experience
 from runtime.load import LoadGauge
 from runtime.metrics import Metrics
 from runtime.schedule import (
+    HISTORY_ROUNDS,
     THRESHOLD_BASE,
-    Outlook,
     Policy,
-    expect_throughput,
     fixed_lengths,
     lagged_lengths,
     load_threshold,
     parse_policy,
     threshold_lengths,
     throughput_lengths,
+    worth_drafting,
 )
 from runtime.spec import DrafterDims
 
 AUTO = "auto"
-RECENT_ROUNDS = 128  # whose survivals say what to expect of drafting
-REFRESH_ROUNDS = 8  # new ones before the expectation is worked out again
-PROBE_STEPS = 64  # plain steps between looks at one request's draft
-PROBE_WEIGHT = 8  # rounds that such a look counts for, or the last ones would be of long ago
+REFRESH_STEPS = 8  # after which the choice of whom to draft for is made anew
+LOOK_STEPS = 64  # steps between looks at the draft of a request that is not drafted for
+LOOK_WEIGHT = 4  # rounds that such a look counts for, or the last ones would be of long ago
 CATCH_UP_STEPS = 32  # over which the drafter's arrears of context are spread when drafting resumes
+PLAIN_LOOK_STEPS = 128  # steps with drafts between looks at what a plain one takes
 
 
 class Tables(NamedTuple):
@@ -83,7 +84,7 @@ class Scheduled(Protocol):
 
     request: Any  # its `greedy` and `policy`
     num_computed: int
-    survivals: deque[NDArray[np.float64]]  # [g] of its last two rounds, older first
+    survivals: deque[NDArray[np.float64]]  # [g] of its last HISTORY_ROUNDS rounds, older first
 
     @property
     def speculates(self) -> bool:
@@ -98,7 +99,7 @@ S = TypeVar("S", bound=Scheduled)
 
 
 class Scheduler(Generic[S]):
-    """Decides for one loop, step by step: `plan`, then `lengths`, then `end_step`."""
+    """Decides for one loop, step by step: `plan`, `lengths`, `end_round`, `end_decoding`."""
 
     def __init__(
         self,
@@ -126,20 +127,24 @@ class Scheduler(Generic[S]):
         self._tables = tables
         self._num_decoding = 0
         self._mean_context = 0.0
-        self._held_back: set[S] = set()
-        self._plain_steps = 0
-        self._outlooks: dict[tuple[int, int, int], Outlook] = {}
-        self._new_rounds = 0
-        if tables is not None:
-            seeds = [tables.calibration.greedy.survivals, tables.calibration.sampling.survivals]
-            self._recent = np.concatenate([np.array(s, np.float64) for s in seeds])[-RECENT_ROUNDS:]
+        self._adaptive: list[S] = []  # those decoding whose policy may hold their drafts back
+        self._held_back: set[S] = set()  # those that plain decoding is better for,
+        self._waiting: set[S] = set()  # and those not drafted for in this step
+        self._steps_to_choice = 0
+        self._steps_to_look = LOOK_STEPS
+        self._promised: dict[S, float] = {}  # draft tokens expected to survive, this round
+        self._looked_at: S | None = None
+        self._steps_to_plain_look = PLAIN_LOOK_STEPS
+        self._experience = None if tables is None else Experience(tables.calibration)
 
     def metrics(self) -> dict[str, float]:
         """Gauges by name: the server's policy, the load, and why less is done than was asked."""
+        experience = self._experience
         no_tables = self._wanted == AUTO and self.default.name == "fixed"
         return {
             f'policy{{name="{self.default}"}}': 1.0,
             "load": self.gauge.value,
+            "drafting_cost_factor": 1.0 if experience is None else experience.drafting_factor,
             'falls_back{reason="plain_is_faster"}': float(not self.drafting),
             'falls_back{reason="no_tables"}': float(no_tables),
         }
@@ -154,63 +159,77 @@ class Scheduler(Generic[S]):
         return sequence.speculates and self.policy_of(sequence).speculates
 
     def plan(self, decoding: list[S]) -> None:
-        """Begin a step in which these sequences decode: decide whether drafting pays."""
+        """Begin a step in which these sequences decode: decide for which of them to draft."""
         self._num_decoding = len(decoding)
-        self._held_back = set()
+        self._promised.clear()
         if not decoding:
             return
         self._mean_context = sum(s.num_computed for s in decoding) / len(decoding)
         adaptive = [s for s in decoding if s.speculates and self.policy_of(s).needs_tables]
-        if not adaptive:
+        self._steps_to_choice -= 1
+        if adaptive != self._adaptive or self._steps_to_choice <= 0:
+            self._adaptive, self._steps_to_choice = adaptive, REFRESH_STEPS
+            self._held_back = self._choose_held_back(adaptive) if adaptive else set()
+        if adaptive:
+            self._look_around(adaptive)
+
+    def _look_around(self, adaptive: list[S]) -> None:
+        """Now and then do the other thing, so that what is known of it stays true."""
+        self._waiting, self._looked_at = self._held_back, None
+        if not self._held_back:
+            self._steps_to_plain_look -= 1
+            if self._steps_to_plain_look <= 0:
+                self._steps_to_plain_look = PLAIN_LOOK_STEPS
+                self._waiting = set(adaptive)
             return
-        gain = self._gain(adaptive)
-        self.drafting = gain > (1 if self.drafting else 1 + self._min_gain)
-        if self.drafting:
-            self._plain_steps = 0
-            return
-        self._metrics.counts["plain_is_faster_steps"] += 1
-        self._held_back = set(adaptive)
-        self._plain_steps += 1
-        if self._plain_steps % PROBE_STEPS == 0:
-            self._held_back.remove(min(adaptive, key=lambda s: s.num_pending))
+        self._steps_to_plain_look = PLAIN_LOOK_STEPS
+        self._metrics.counts["plain_is_faster_steps"] += not self.drafting
+        self._steps_to_look -= 1
+        if self._steps_to_look <= 0:
+            self._steps_to_look = LOOK_STEPS
+            # The one that was looked at longest ago owes most.
+            held_back = [s for s in adaptive if s in self._held_back]
+            self._looked_at = max(held_back, key=lambda s: s.num_pending)
+            self._waiting = self._held_back - {self._looked_at}
 
     def drafts_for(self, sequence: S) -> bool:
         """Whether a decoding sequence is drafted for in this step."""
-        return self.speculates(sequence) and sequence not in self._held_back
+        return self.speculates(sequence) and sequence not in self._waiting
 
-    def _gain(self, adaptive: list[S]) -> float:
-        """Tokens per second with drafting for these sequences over those without, as expected."""
+    def _choose_held_back(self, adaptive: list[S]) -> set[S]:
         assert self._tables is not None
-        cost = self._tables.cost
-        outlook = self._expect(len(adaptive))
-        arrears = sum(s.num_pending - 1 for s in adaptive) * cost.context_token_s
-        plain_s = cost.verify_cost(self._num_decoding, 0, self._mean_context)[0]
-        seconds = outlook.seconds + arrears / CATCH_UP_STEPS
-        return float(outlook.tokens / seconds * plain_s / self._num_decoding)
+        assert self._experience is not None
+        block_size = self._experience.block_size
+        spread_s = self._tables.cost.context_token_s / CATCH_UP_STEPS
+        choice = worth_drafting(
+            np.array([self._expected(s, shift) for shift, s in enumerate(adaptive)]),
+            np.array([s.num_pending - 1 for s in adaptive]) * spread_s,
+            lambda count: self._step_s(count, count * block_size),
+            self._num_decoding,
+            self._min_gain,
+        )
+        self.drafting = choice.gain > (1 if self.drafting else 1 + self._min_gain)
+        chosen = choice.rows.tolist() if self.drafting else []
+        return set(adaptive) - {adaptive[row] for row in chosen}
 
-    def _expect(self, num_drafted: int) -> Outlook:
-        assert self._tables is not None
-        if self._new_rounds >= REFRESH_ROUNDS:
-            self._outlooks.clear()
-            self._new_rounds = 0
-        key = (self._num_decoding, num_drafted, int(self._mean_context) // 64)
-        if key not in self._outlooks:
-            num_tokens = num_drafted * self._recent.shape[1]
-            self._outlooks[key] = expect_throughput(
-                self._recent,
-                num_drafted,
-                self._step_s(num_drafted, num_tokens),
-                self._num_decoding,
-                self._min_gain,
-            )
-        return self._outlooks[key]
+    def _expected(self, sequence: S, shift: int) -> NDArray[np.float64]:
+        """Survivals [HISTORY_ROUNDS, g] to expect: its own, for a young one also others'."""
+        assert self._experience is not None
+        rows, greedy = list(sequence.survivals), sequence.request.greedy
+        if missing := HISTORY_ROUNDS - len(rows):
+            rows += self._experience.typical_rounds(greedy, missing, shift)
+        return self._experience.corrected(np.array(rows), greedy)
 
     def _step_s(self, num_drafted: int, num_tokens: int, others: int = 0) -> NDArray[np.float64]:
         """Seconds of this step with 0 .. `num_tokens` draft tokens beside `others`, [n + 1]."""
         assert self._tables is not None
+        assert self._experience is not None
         cost, context = self._tables.cost, self._mean_context
         verify_s = cost.verify_cost(self._num_decoding, others + num_tokens, context)[others:]
-        return verify_s + cost.draft_cost(num_drafted, context)
+        if not num_drafted:
+            return verify_s
+        draft_s = cost.draft_cost(num_drafted, context)
+        return (verify_s + draft_s) * self._experience.drafting_factor
 
     def lengths(
         self,
@@ -263,19 +282,49 @@ class Scheduler(Generic[S]):
         if policy.name == "threshold":
             base = THRESHOLD_BASE if policy.argument is None else policy.argument
             return threshold_lengths(confidence, caps, load_threshold(self.gauge.value, base))
+        experience = self._experience
+        assert experience is not None
         survival = np.cumprod(confidence, axis=1)
+        greedy = np.array([s.request.greedy for s in sequences])
+        two_ago = np.stack([_two_ago(s, own) for s, own in zip(sequences, survival, strict=True)])
+        for sequence, own in zip(sequences, survival, strict=True):
+            rows = [own] * (LOOK_WEIGHT if sequence is self._looked_at else 1)
+            sequence.survivals.extend(rows)
+            experience.add_rounds(sequence.request.greedy, rows)
+        corrected = experience.corrected(survival, greedy)
         step_s = self._step_s(len(sequences), int(caps.sum()), others)
-        self._remember(survival)
+        base = self._num_decoding
         if policy.name == "throughput":
-            return throughput_lengths(survival, caps, step_s, self._num_decoding, self._min_gain)
-        old = np.stack([_two_steps_ago(s, own) for s, own in zip(sequences, survival, strict=True)])
-        return lagged_lengths(survival, old, caps, step_s, self._num_decoding)
+            lengths = throughput_lengths(corrected, caps, step_s, base, self._min_gain)
+        else:
+            old = experience.corrected(two_ago, greedy)
+            lengths = lagged_lengths(corrected, old, caps, step_s, base)
+        for sequence, own, length in zip(sequences, survival, lengths.tolist(), strict=True):
+            self._promised[sequence] = float(own[:length].sum())
+        return lengths
 
-    def _remember(self, survival: NDArray[np.float64]) -> None:
-        if not self.drafting:
-            survival = np.repeat(survival, PROBE_WEIGHT, axis=0)
-        self._recent = np.concatenate([self._recent, survival])[-RECENT_ROUNDS:]
-        self._new_rounds += len(survival)
+    def end_round(self, sequence: S, num_accepted: int) -> None:
+        """Learn what came of a sequence's draft."""
+        promised = self._promised.pop(sequence, None)
+        if promised is not None and self._experience is not None:
+            self._experience.add_outcome(sequence.request.greedy, promised, num_accepted)
+
+    def end_decoding(
+        self, num_drafted: int, num_verified: int, new_context_tokens: int, measured_s: float
+    ) -> None:
+        """Learn what the step's decoding took, and book it beside what the table says.
+
+        Args:
+            num_drafted: sequences drafted for.
+            num_verified: draft tokens.
+            new_context_tokens: see `predicted_s`.
+            measured_s: from the step's start to here.
+        """
+        predicted_s = self.predicted_s(num_drafted, num_verified, new_context_tokens)
+        if predicted_s is not None and self._experience is not None:
+            self._metrics.predicted_decoding_s += predicted_s
+            self._metrics.measured_decoding_s += measured_s
+            self._experience.add_step(num_drafted > 0, predicted_s, measured_s)
 
     def predicted_s(
         self, num_drafted: int, num_verified: int, new_context_tokens: int
@@ -294,9 +343,7 @@ class Scheduler(Generic[S]):
         return seconds
 
 
-def _two_steps_ago(sequence: Scheduled, survival: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Survivals [g] of the round before the last, 1 for a younger sequence; keeps this one's."""
+def _two_ago(sequence: Scheduled, survival: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Survivals [g] of the round before the last, 1 for a younger sequence."""
     history = sequence.survivals
-    old = history[0] if len(history) == 2 else np.ones_like(survival)
-    history.append(survival)
-    return old
+    return history[-2] if len(history) >= 2 else np.ones_like(survival)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from runtime.logits import LogitsProcessor
 from runtime.request import FinishReason, Origin, Request, RequestOutput
+from runtime.schedule import HISTORY_ROUNDS
 from runtime.text import Detokenizer, StopMatcher, Tokenizer
 
 OnOutput = Callable[[RequestOutput], None]
@@ -43,8 +44,8 @@ class Sequence:
     num_drafter_computed: int = 0
     pending_features: list[NDArray[np.float32]] = field(default_factory=list)
     drafted: bool = False  # the drafter's K/V are computed too
-    survivals: deque[NDArray[np.float64]] = field(  # [g] of the last two rounds, older first
-        default_factory=lambda: deque(maxlen=2)
+    survivals: deque[NDArray[np.float64]] = field(  # [g] of the last rounds, older first
+        default_factory=lambda: deque(maxlen=HISTORY_ROUNDS)
     )
     finish_reason: FinishReason | None = None
     ended: bool = False  # the final output has been sent

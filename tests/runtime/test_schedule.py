@@ -18,13 +18,13 @@ from runtime.config import ConfigError
 from runtime.randomness import RoundNoise
 from runtime.schedule import (
     Policy,
-    expect_throughput,
     fixed_lengths,
     lagged_lengths,
     load_threshold,
     parse_policy,
     threshold_lengths,
     throughput_lengths,
+    worth_drafting,
 )
 
 CAPS = np.array([0, 1, 3, 7])
@@ -225,29 +225,53 @@ def test_ties_go_by_position_and_then_by_row() -> None:
         assert throughput_lengths(survival, caps, step_s, 3).tolist() == lengths
 
 
-@given(situations(), st.integers(1, 4))
-def test_the_expectation_is_the_average_over_groups(
-    situation: tuple[Array, NDArray[np.int64], Array], requests: int
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1),
+    st.sampled_from([0.0, 0.05]),
+)  # fmt: skip
+def test_whom_to_draft_for_is_the_best_count_of_the_likeliest(
+    requests: int, rounds: int, block: int, seed: int, min_gain: float
 ) -> None:
-    confidence, _, _ = situation
-    survival = np.cumprod(confidence, axis=1)
-    assume(len(survival) >= requests)
-    block = survival.shape[1]
-    caps, step_s = np.full(requests, block), 1 + 0.1 * np.arange(requests * block + 1)
-    tokens, seconds = [], []
-    for start in range(0, len(survival) - requests + 1, requests):
-        group = survival[start : start + requests]
-        lengths = throughput_lengths(group, caps, step_s, requests, 0.01)
-        kept = [sum(row[:n]) for row, n in zip(group, lengths, strict=True)]
-        tokens.append(requests + sum(kept))
-        seconds.append(step_s[lengths.sum()])
-    outlook = expect_throughput(survival, requests, step_s, requests, 0.01)
-    assert outlook == pytest.approx((np.mean(tokens), np.mean(seconds)))
+    random = np.random.default_rng(seed)
+    samples = np.cumprod(random.random((requests, rounds, block)), axis=2)
+    arrears_s = 0.1 * random.random(requests)
+    table = 1 + np.cumsum(0.3 * random.random((requests + 1, requests * block + 1)), axis=1)
+    base_tokens = requests + int(random.integers(3))
+
+    def step_s(count: int) -> Array:
+        row: Array = table[count, : count * block + 1] + 0.1 * count
+        return row
+
+    gains = []
+    order = sorted(range(requests), key=lambda r: -samples[r].sum())
+    for count in range(1, requests + 1):
+        tokens, seconds = [], []
+        for h in range(rounds):
+            group, caps = samples[order[:count], h], np.full(count, block)
+            lengths = throughput_lengths(group, caps, step_s(count), base_tokens, min_gain)
+            kept = sum(sum(row[:n]) for row, n in zip(group, lengths, strict=True))
+            tokens.append(base_tokens + kept)
+            seconds.append(step_s(count)[lengths.sum()])
+        mean_s = np.mean(seconds) + arrears_s[order[:count]].sum()
+        gains.append(np.mean(tokens) / mean_s / (base_tokens / step_s(0)[0]))
+    choice = worth_drafting(samples, arrears_s, step_s, base_tokens, min_gain)
+    assert choice.gain == pytest.approx(max(1, *gains, 1))
+    expected = order[: 1 + int(np.argmax(gains))] if max(gains) > 1 else []
+    assert choice.rows.tolist() == expected
 
 
-def test_a_small_sample_is_repeated_for_many_requests() -> None:
-    outlook = expect_throughput(np.array([[0.5]]), 8, np.full(9, 2.0), 8)
-    assert outlook == pytest.approx((12, 2))
+def test_of_many_requests_not_every_count_is_tried() -> None:
+    samples = np.where(np.arange(100) % 2 == 0, 0.5, 0.001)[:, None, None]
+    tried: list[int] = []
+
+    def step_s(count: int) -> Array:
+        tried.append(count)
+        return np.full(count + 1, 100 + 0.1 * count)
+
+    choice = worth_drafting(samples, np.zeros(100), step_s, 100)
+    assert len(tried) < 20
+    assert choice.rows.tolist() == list(range(0, 96, 2))
+    assert choice.gain == pytest.approx((100 + 48 * 0.5) / (100 + 4.8))
 
 
 # FACTS of the counterexample: one request, a block of two, tokens 0 and 1.

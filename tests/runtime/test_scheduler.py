@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,10 +13,10 @@ from runtime import loop as loop_module
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.load import LoadGauge
 from runtime.metrics import Metrics
-from runtime.schedule import Policy
+from runtime.schedule import HISTORY_ROUNDS, Policy
 from runtime.scheduler import (
-    PROBE_STEPS,
-    RECENT_ROUNDS,
+    LOOK_STEPS,
+    REFRESH_STEPS,
     Scheduler,
     Tables,
     available_policies,
@@ -84,15 +85,15 @@ def _long(prompt: tuple[int, ...], tokens: int, **fields: Any) -> Any:
 @pytest.mark.parametrize("policy", ["throughput", "lagged"])
 def test_where_plain_decoding_is_faster_nothing_is_drafted_but_a_rare_look(policy: str) -> None:
     loop, verifier = make_loop(agreement=1.0, tables=COSTS, policy=policy)
-    (result,) = run_all(loop, [_long((1, 2, 3), 2 * PROBE_STEPS)])
-    assert result.token_ids == greedy_reference((1, 2, 3), 2 * PROBE_STEPS, False)
+    (result,) = run_all(loop, [_long((1, 2, 3), 2 * LOOK_STEPS)])
+    assert result.token_ids == greedy_reference((1, 2, 3), 2 * LOOK_STEPS, False)
     assert loop.metrics.counts["drafted_tokens"] == BLOCK_SIZE
-    assert loop.metrics.counts["plain_is_faster_steps"] > PROBE_STEPS
+    assert loop.metrics.counts["plain_is_faster_steps"] > LOOK_STEPS
     gauges = loop.scheduler.metrics()
     assert gauges[f'policy{{name="{policy}"}}'] == 1
     assert gauges['falls_back{reason="plain_is_faster"}'] == 1
     assert gauges['falls_back{reason="no_tables"}'] == 0
-    assert set(verifier.runs[1:PROBE_STEPS]) == {1}
+    assert set(verifier.runs[1:LOOK_STEPS]) == {1}
 
 
 def test_drafting_comes_back_when_the_load_falls() -> None:
@@ -121,7 +122,7 @@ def test_a_drafter_that_looked_hopeless_is_taken_up_after_a_few_looks() -> None:
     tables = make_tables(survival=0.001, token_s=0.001, draft_s=0.1)
     loop, _ = make_loop(agreement=1.0, tables=tables, policy="throughput", max_batch_requests=1)
     run_all(loop, [_long((1, i), 120) for i in range(1, 9)])
-    assert loop.metrics.counts["plain_is_faster_steps"] >= PROBE_STEPS
+    assert loop.metrics.counts["plain_is_faster_steps"] >= LOOK_STEPS
     assert loop.scheduler.drafting
     assert loop.metrics.counts["verified_draft_tokens"] > 0
 
@@ -183,7 +184,7 @@ class Stub:
     num_computed: int = 16
     num_pending: int = 1
     speculates: bool = True
-    survivals: Any = field(default_factory=list)
+    survivals: deque[Any] = field(default_factory=lambda: deque(maxlen=HISTORY_ROUNDS))
 
 
 def _scheduler(tables: Tables, min_gain: float) -> Scheduler[Stub]:
@@ -200,7 +201,7 @@ def test_drafting_is_taken_up_only_for_a_minimum_gain() -> None:
     tables = make_tables(survival=0.5, token_s=0.0, draft_s=(tokens / 1.05 - 1) * plain_s / 1.1)
     for min_gain, expected in [(0.02, True), (0.2, False)]:
         scheduler, stub = _scheduler(tables, min_gain), Stub()
-        scheduler.plan([stub])
+        scheduler.plan([Stub()])
         assert scheduler.drafting
         scheduler.drafting = False
         scheduler.plan([stub])
@@ -216,25 +217,56 @@ def test_arrears_of_context_are_weighed_before_drafting_is_taken_up() -> None:
         assert scheduler.drafting == expected
 
 
-def test_the_look_is_at_the_request_that_owes_least() -> None:
+def test_the_look_is_at_the_request_that_owes_most() -> None:
     scheduler = _scheduler(COSTS, 0.01)
-    stubs = [Stub(num_pending=n) for n in (9, 3, 7)]
-    for _ in range(PROBE_STEPS - 1):
+    stubs = [Stub(num_pending=n) for n in (9, 30, 7)]
+    for _ in range(LOOK_STEPS - 1):
         scheduler.plan(stubs)
         assert not any(scheduler.drafts_for(s) for s in stubs)
     scheduler.plan(stubs)
     assert [scheduler.drafts_for(s) for s in stubs] == [False, True, False]
+    scheduler.plan(stubs)
+    assert not any(scheduler.drafts_for(s) for s in stubs)
 
 
-def test_expectations_follow_the_last_rounds() -> None:
-    """They are worked out again as rounds come in, from no more than the last of them."""
+HOPELESS, HOPEFUL = np.full(BLOCK_SIZE, 0.001), np.full(BLOCK_SIZE, 0.95)
+
+
+def test_expectations_follow_a_requests_last_rounds() -> None:
     scheduler = _scheduler(make_tables(survival=0.9, draft_s=0.3, token_s=0.05), 0.01)
-    stubs = [Stub(survivals=[]) for _ in range(8)]
-    caps, hopeless = np.full(8, BLOCK_SIZE), np.full((8, BLOCK_SIZE), -20, np.float32)
+    stubs = [Stub() for _ in range(8)]
+    caps, logits = np.full(8, BLOCK_SIZE), np.full((8, BLOCK_SIZE), -20, np.float32)
     scheduler.plan(stubs)
     assert scheduler.drafting
-    for _ in range(RECENT_ROUNDS // 8 + 1):
+    for _ in range(HISTORY_ROUNDS + REFRESH_STEPS):
         scheduler.plan(stubs)
-        assert scheduler.lengths(stubs, caps, hopeless).sum() == 0
+        assert scheduler.lengths(stubs, caps, logits).sum() == 0
     scheduler.plan(stubs)
     assert not scheduler.drafting
+    scheduler.plan([Stub()])  # a young one is expected to do as the last rounds of others did
+    assert not scheduler.drafting
+
+
+def test_only_requests_whose_drafts_pay_are_drafted_for() -> None:
+    """Drafting costs by the request here, so the hopeless ones are left to plain decoding."""
+    scheduler = _scheduler(make_tables(draft_s=0.5, token_s=0.01), 0.01)
+    stubs = [Stub(survivals=deque([HOPEFUL if i % 3 == 0 else HOPELESS] * 8)) for i in range(8)]
+    scheduler.plan(stubs)
+    assert scheduler.drafting
+    assert [scheduler.drafts_for(s) for s in stubs] == [i % 3 == 0 for i in range(8)]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_promises_that_are_not_kept_count_less(greedy: bool) -> None:
+    """Of drafts that should survive whole nothing is accepted: they are drafted no more."""
+    scheduler = _scheduler(make_tables(survival=0.9, draft_s=0.5, token_s=0.05), 0.01)
+    caps, logits = np.array([BLOCK_SIZE]), np.full((1, BLOCK_SIZE), 9, np.float32)
+    for _ in range(100):
+        stub = Stub(Mode(greedy))
+        scheduler.plan([stub])
+        if scheduler.drafts_for(stub):
+            scheduler.lengths([stub], caps, logits)
+            scheduler.end_round(stub, 0)
+    assert not scheduler.drafting
+    scheduler.plan([Stub(Mode(not greedy))])  # the other mode has kept its promises
+    assert scheduler.drafting
