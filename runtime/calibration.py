@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +54,15 @@ class Calibration:
 
     def confidence(self, logits: NDArray[np.float32], greedy: NDArray[np.bool_]) -> NDArray:
         """Calibrated c_k [R, g] from the drafter's logits [R, g]; `greedy` [R] tells the mode."""
-        scalings = (self.greedy, self.sampling)
-        temperatures, offsets = (
-            np.where(greedy[:, None], *(np.array(getattr(s, name)) for s in scalings))
-            for name in ("temperatures", "offsets")
-        )
-        return sigmoid(logits / temperatures + offsets)
+        temperatures, offsets = self._arrays
+        mode = np.where(greedy, 0, 1)
+        return sigmoid(logits / temperatures[mode] + offsets[mode])
+
+    @cached_property
+    def _arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Temperatures and offsets, [2, g] each: greedy, then sampling."""
+        both = (self.greedy, self.sampling)
+        return np.array([s.temperatures for s in both]), np.array([s.offsets for s in both])
 
     def to_json(self) -> str:
         """The calibration as JSON."""

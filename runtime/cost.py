@@ -23,7 +23,7 @@ from runtime.manifest import Manifest
 FORMAT = 1
 PATH = "cost/cost.json"  # in the engine folder
 COMMAND = "dspark profile"
-_CONTEXT_STEP = 64  # costs are worked out anew when the mean context has moved by so many tokens
+_CONTEXT_STEP = 64  # costs are worked out anew when the context has moved by so many tokens
 
 
 class TableError(Exception):

@@ -8,6 +8,7 @@ on. Everything here is of past rounds and steps, so that using it leaks nothing 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +31,13 @@ class Experience:
 
     def __init__(self, calibration: Calibration) -> None:
         """Start with the calibration's own rounds."""
-        self._recent = {  # [n, g] survivals
-            True: np.array(calibration.greedy.survivals, np.float64)[-RECENT_ROUNDS:],
-            False: np.array(calibration.sampling.survivals, np.float64)[-RECENT_ROUNDS:],
+        self._recent = {  # survivals [g] by mode
+            greedy: deque(np.array(scaling.survivals, np.float64), maxlen=RECENT_ROUNDS)
+            for greedy, scaling in ((True, calibration.greedy), (False, calibration.sampling))
         }
         # Draft tokens accepted and promised of late.
-        self._outcomes = {greedy: np.full(2, OUTCOME_PRIOR_TOKENS) for greedy in (True, False)}
+        self._accepted = dict.fromkeys((True, False), OUTCOME_PRIOR_TOKENS)
+        self._promised = dict.fromkeys((True, False), OUTCOME_PRIOR_TOKENS)
         # By whether anything was drafted: log of measured over predicted seconds, and its age.
         self._slowness = {False: 0.0, True: 0.0}
         self._steps_since = {False: NEIGHBOUR_STEPS + 1, True: NEIGHBOUR_STEPS + 1}
@@ -44,27 +46,26 @@ class Experience:
     @property
     def block_size(self) -> int:
         """Draft tokens per block, g."""
-        return int(self._recent[True].shape[1])
+        return len(self._recent[True][0])
 
     def add_rounds(self, greedy: bool, survivals: list[Floats]) -> None:
         """Take in survivals [g] of a request's rounds."""
-        self._recent[greedy] = np.concatenate([self._recent[greedy], survivals])[-RECENT_ROUNDS:]
+        self._recent[greedy].extend(survivals)
 
-    def typical_rounds(self, greedy: bool, count: int, shift: int) -> list[Floats]:
-        """`count` survivals [g] from bad rounds to good ones, beginning elsewhere by `shift`."""
-        recent = self._recent[greedy]
-        places = ((np.arange(count) + shift) % count + 0.5) * len(recent) / count
-        return list(recent[np.argsort(recent.sum(axis=1))[places.astype(int)]])
+    def typical_rounds(self, greedy: bool) -> Floats:
+        """Survivals [n, g] of recent rounds, from bad ones to good ones."""
+        recent = np.array(self._recent[greedy])
+        return recent[np.argsort(recent.sum(axis=1))]
 
     def add_outcome(self, greedy: bool, promised: float, accepted: int) -> None:
         """Take in how many tokens of a draft were expected to survive and how many did."""
-        outcomes = self._outcomes[greedy]
-        outcomes *= 1 - 1 / OUTCOME_ROUNDS
-        outcomes += (accepted, promised)
+        decay = 1 - 1 / OUTCOME_ROUNDS
+        self._promised[greedy] = self._promised[greedy] * decay + promised
+        self._accepted[greedy] = self._accepted[greedy] * decay + accepted
 
     def corrected(self, survival: Floats, greedy: NDArray[np.bool_] | bool) -> Floats:
         """Survivals [..., g], at most 1, by how promises of that mode [...] were kept of late."""
-        kept = [float(np.divide(*self._outcomes[mode])) for mode in (True, False)]
+        kept = [self._accepted[mode] / self._promised[mode] for mode in (True, False)]
         return np.minimum(1.0, survival * np.asarray(np.where(greedy, *kept))[..., None])
 
     def add_step(self, drafted: bool, predicted_s: float, measured_s: float) -> None:

@@ -209,6 +209,8 @@ def _ranked(survival: Float, caps: Int) -> tuple[Int, Float]:
     Ties go by position, then by row: never by anything that depends on a token's value. Survival
     does not rise along a row, so the tokens of a row come in their order.
     """
+    if len(caps) == 1:
+        return np.zeros(caps[0], np.int64), survival[0, : caps[0]]
     by_position = np.ascontiguousarray(survival.T)  # [g, R]
     index = np.arange(by_position.size).reshape(by_position.shape)
     # One integer to sort by: the survival in its high bits, then the place. Unlike a stable sort

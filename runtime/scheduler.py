@@ -126,7 +126,7 @@ class Scheduler(Generic[S]):
         self._metrics = metrics
         self._tables = tables
         self._num_decoding = 0
-        self._mean_context = 0.0
+        self._longest_context = 0  # which those of all requests are padded to
         self._adaptive: list[S] = []  # those decoding whose policy may hold their drafts back
         self._held_back: set[S] = set()  # those that plain decoding is better for,
         self._waiting: set[S] = set()  # and those not drafted for in this step
@@ -164,7 +164,7 @@ class Scheduler(Generic[S]):
         self._promised.clear()
         if not decoding:
             return
-        self._mean_context = sum(s.num_computed for s in decoding) / len(decoding)
+        self._longest_context = max(s.num_computed for s in decoding)
         adaptive = [s for s in decoding if s.speculates and self.policy_of(s).needs_tables]
         self._steps_to_choice -= 1
         if adaptive != self._adaptive or self._steps_to_choice <= 0:
@@ -202,7 +202,7 @@ class Scheduler(Generic[S]):
         block_size = self._experience.block_size
         spread_s = self._tables.cost.context_token_s / CATCH_UP_STEPS
         choice = worth_drafting(
-            np.array([self._expected(s, shift) for shift, s in enumerate(adaptive)]),
+            self._expected(adaptive),
             np.array([s.num_pending - 1 for s in adaptive]) * spread_s,
             lambda count: self._step_s(count, count * block_size),
             self._num_decoding,
@@ -212,19 +212,30 @@ class Scheduler(Generic[S]):
         chosen = choice.rows.tolist() if self.drafting else []
         return set(adaptive) - {adaptive[row] for row in chosen}
 
-    def _expected(self, sequence: S, shift: int) -> NDArray[np.float64]:
-        """Survivals [HISTORY_ROUNDS, g] to expect: its own, for a young one also others'."""
-        assert self._experience is not None
-        rows, greedy = list(sequence.survivals), sequence.request.greedy
-        if missing := HISTORY_ROUNDS - len(rows):
-            rows += self._experience.typical_rounds(greedy, missing, shift)
-        return self._experience.corrected(np.array(rows), greedy)
+    def _expected(self, sequences: list[S]) -> NDArray[np.float64]:
+        """Survivals [R, HISTORY_ROUNDS, g] to expect: own ones, for young requests also others'.
+
+        Those of others are spread over good and bad rounds, beginning elsewhere for each request.
+        """
+        experience = self._experience
+        assert experience is not None
+        greedy = np.array([s.request.greedy for s in sequences])
+        typical = {mode: experience.typical_rounds(mode) for mode in set(greedy.tolist())}
+        expected = np.empty((len(sequences), HISTORY_ROUNDS, experience.block_size))
+        for row, (sequence, mode) in enumerate(zip(sequences, greedy.tolist(), strict=True)):
+            own = len(sequence.survivals)
+            if own:
+                expected[row, :own] = sequence.survivals
+            if missing := HISTORY_ROUNDS - own:
+                places = ((np.arange(missing) + row) % missing + 0.5) * len(typical[mode]) / missing
+                expected[row, own:] = typical[mode][places.astype(int)]
+        return experience.corrected(expected, greedy[:, None])
 
     def _step_s(self, num_drafted: int, num_tokens: int, others: int = 0) -> NDArray[np.float64]:
         """Seconds of this step with 0 .. `num_tokens` draft tokens beside `others`, [n + 1]."""
         assert self._tables is not None
         assert self._experience is not None
-        cost, context = self._tables.cost, self._mean_context
+        cost, context = self._tables.cost, self._longest_context
         verify_s = cost.verify_cost(self._num_decoding, others + num_tokens, context)[others:]
         if not num_drafted:
             return verify_s
@@ -286,21 +297,22 @@ class Scheduler(Generic[S]):
         assert experience is not None
         survival = np.cumprod(confidence, axis=1)
         greedy = np.array([s.request.greedy for s in sequences])
-        two_ago = np.stack([_two_ago(s, own) for s, own in zip(sequences, survival, strict=True)])
-        for sequence, own in zip(sequences, survival, strict=True):
-            rows = [own] * (LOOK_WEIGHT if sequence is self._looked_at else 1)
-            sequence.survivals.extend(rows)
-            experience.add_rounds(sequence.request.greedy, rows)
         corrected = experience.corrected(survival, greedy)
         step_s = self._step_s(len(sequences), int(caps.sum()), others)
         base = self._num_decoding
         if policy.name == "throughput":
             lengths = throughput_lengths(corrected, caps, step_s, base, self._min_gain)
         else:
-            old = experience.corrected(two_ago, greedy)
+            pairs = zip(sequences, survival, strict=True)
+            old = experience.corrected(np.stack([_two_ago(s, own) for s, own in pairs]), greedy)
             lengths = lagged_lengths(corrected, old, caps, step_s, base)
-        for sequence, own, length in zip(sequences, survival, lengths.tolist(), strict=True):
-            self._promised[sequence] = float(own[:length].sum())
+        verified = np.arange(survival.shape[1]) < lengths[:, None]
+        promised = (survival * verified).sum(axis=1).tolist()
+        for sequence, own, tokens in zip(sequences, survival, promised, strict=True):
+            rows = [own] * (LOOK_WEIGHT if sequence is self._looked_at else 1)
+            sequence.survivals.extend(rows)
+            experience.add_rounds(sequence.request.greedy, rows)
+            self._promised[sequence] = tokens
         return lengths
 
     def end_round(self, sequence: S, num_accepted: int) -> None:
@@ -335,7 +347,7 @@ class Scheduler(Generic[S]):
         """
         if self._tables is None or not self._num_decoding:
             return None
-        cost, context = self._tables.cost, self._mean_context
+        cost, context = self._tables.cost, self._longest_context
         seconds = float(cost.verify_cost(self._num_decoding, num_verified, context)[-1])
         if num_drafted:
             seconds += cost.draft_cost(num_drafted, context)
