@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.prompts import read_prompts
-from engines.calibrate import RoundLog, Rounds, errors
-from runtime.calibration import Calibration, sigmoid
+from engines.calibrate import RoundLog, Rounds, errors, outcomes
+from runtime.calibration import Calibration, load_calibration, sigmoid
 from runtime.cli import add_model_arguments, open_model, run_guarded
 from runtime.config import ConfigError
+from runtime.cost import TableError
+from runtime.experience import Experience
 from runtime.request import RequestOutput, validate_request
+from training.scores import auc
 
 TEMPERATURES = (0.0, 1.0)
 BATCH = 8
@@ -45,6 +49,28 @@ class Recording:
             return np.cumprod(sigmoid(self.rounds.logits), axis=1)
         greedy = self.greedy[self.rounds.request]
         return np.cumprod(calibration.confidence(self.rounds.logits, greedy), axis=1)
+
+    def learned_survival(self, calibration: Calibration) -> NDArray[np.float64]:
+        """a_k [n, g] as a server that starts with this calibration comes to see them.
+
+        It meets the requests BATCH at a time in an order that mixes them, and learns from outcomes.
+        """
+        experience = Experience(calibration)
+        result = np.empty(self.rounds.logits.shape)
+        arrivals = np.random.default_rng(0).permutation(len(self.greedy)).tolist()
+        running: list[list[int]] = []  # rows of each request that are still to come
+        while arrivals or running:
+            while arrivals and len(running) < BATCH:
+                running.append(np.nonzero(self.rounds.request == arrivals.pop())[0].tolist()[::-1])
+            running = [rows for rows in running if rows]
+            for row in [rows.pop() for rows in running]:
+                greedy = self.greedy[self.rounds.request[row]]
+                logits, mode = self.rounds.logits[row], np.array([greedy])
+                confidence = calibration.confidence(logits[None], mode, experience.offsets)[0]
+                result[row] = np.cumprod(confidence)
+                outcome = int(self.rounds.verified[row]), int(self.rounds.accepted[row])
+                experience.add_outcome(bool(greedy), confidence, *outcome)
+        return result
 
     def save(self, path: Path) -> None:
         """Write an .npz file."""
@@ -90,14 +116,18 @@ def _record(args: argparse.Namespace) -> int:
     model = open_model(args, max_batch_requests=BATCH, policy="fixed", prefix_cache_mb=0)
     texts = [text for path in args.prompts for text in read_prompts(path, args.limit)]
     recording = record(model, texts, args.max_new_tokens)
-    calibration = None if model.tables is None else model.tables.calibration
     model.close()
+    try:
+        calibration = load_calibration(args.build_dir / args.name / "engines", model.manifest)
+    except TableError as error:
+        print(f"dspark bench record: judged without a calibration: {error}", file=sys.stderr)
+        calibration = None
     report = judge(recording, calibration)
     for name, values in report.items():
         print(name)
         for key, value in values.items():
-            shown = " ".join(f"{v:.3f}" for v in value) if isinstance(value, list) else value
-            print(f"  {key:>20}  {shown}")
+            values_shown = value if isinstance(value, list) else [value]
+            print(f"  {key:>20}  {' '.join(f'{v:.4g}' for v in values_shown)}")
     if args.rounds:
         recording.save(args.rounds)
     if args.json:
@@ -135,18 +165,26 @@ def record(model: Any, texts: list[str], max_new_tokens: int) -> Recording:
 
 
 def judge(recording: Recording, calibration: Calibration | None) -> dict[str, dict[str, Any]]:
-    """Accepted length and calibration error of the survival, for each mode."""
+    """Accepted length, and error and area under curve of the survival, for each mode.
+
+    The survival before and after calibration, and as a server learns it from outcomes.
+    """
     report: dict[str, dict[str, Any]] = {}
     raw, fitted = recording.survival(None), recording.survival(calibration)
+    learned = fitted if calibration is None else recording.learned_survival(calibration)
     modes = recording.greedy[recording.rounds.request]
     for name, greedy in (("greedy", True), ("sampling", False)):
         rounds, rows = recording.of_mode(greedy), modes == greedy
         report[name] = {
             "rounds": len(rounds),
-            "accepted_length": round(1 + float(rounds.accepted.mean()), 4),
+            "accepted_length": 1 + float(rounds.accepted.mean()),
             "ece_before": list(errors(rounds, raw[rows])),
         }
         if calibration is not None:
-            ece = list(errors(rounds, fitted[rows]))
-            report[name] |= {"ece_after": ece, "mean_ece_after": round(float(np.mean(ece)), 4)}
+            for key, survival in (("after", fitted), ("learned", learned)):
+                ece = errors(rounds, survival[rows])
+                report[name] |= {f"ece_{key}": list(ece), f"mean_ece_{key}": float(np.mean(ece))}
+            report[name]["auc"] = [
+                auc(*outcomes(rounds, learned[rows], k)) for k in range(learned.shape[1])
+            ]
     return report

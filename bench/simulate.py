@@ -170,7 +170,7 @@ def simulate(
             sequence.num_computed += gained
             rounds, verified_tokens = rounds + 1, verified_tokens + verified
             accepted_tokens += min(accepted, gained)
-            scheduler.end_round(sequence, accepted)
+            scheduler.end_round(sequence, verified, accepted)
             if not scheduler.speculates(sequence):
                 sequence.num_drafter_computed = sequence.num_computed
         for sequence in running:

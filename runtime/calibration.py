@@ -52,11 +52,16 @@ class Calibration:
     sampling: Scaling
     format: int = FORMAT
 
-    def confidence(self, logits: NDArray[np.float32], greedy: NDArray[np.bool_]) -> NDArray:
-        """Calibrated c_k [R, g] from the drafter's logits [R, g]; `greedy` [R] tells the mode."""
+    def confidence(
+        self, logits: NDArray[np.float32], greedy: NDArray[np.bool_], learned: NDArray | float = 0.0
+    ) -> NDArray:
+        """Calibrated c_k [R, g] from the drafter's logits [R, g].
+
+        `greedy` [R] tells the mode; `learned` [2, g] is added to the offsets of either.
+        """
         temperatures, offsets = self._arrays
         mode = np.where(greedy, 0, 1)
-        return sigmoid(logits / temperatures[mode] + offsets[mode])
+        return sigmoid(logits / temperatures[mode] + (offsets + learned)[mode])
 
     @cached_property
     def _arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

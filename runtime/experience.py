@@ -1,7 +1,7 @@
 """What the scheduler has seen since start, and how that corrects what was measured beforehand.
 
 The calibration was fitted on other prompts and the cost table measured on an engine alone. Both are
-good to a few percent, which is as much as a decision between drafting and plain decoding may hang
+good to some percent, which is as much as a decision between drafting and plain decoding may hang
 on. Everything here is of past rounds and steps, so that using it leaks nothing about a draft.
 """
 
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from runtime.calibration import Calibration
 
 RECENT_ROUNDS = 64  # of all requests of a mode, whose survivals say what to expect of new ones
-OUTCOME_ROUNDS = 512  # over which what was accepted is compared with what was promised
-OUTCOME_PRIOR_TOKENS = 50.0  # promised and accepted, before any outcome is known
+OFFSET_STEP = 0.02  # by which an outcome moves its offset; about 200 outcomes count
 NEIGHBOUR_STEPS = 8  # steps of the two kinds that are at most so far apart are compared
 STEP_WEIGHT = 0.3  # of the newest step of a kind in its moving average
 COMPARISON_WEIGHT = 0.05  # of the newest comparison of the two kinds
@@ -35,9 +34,8 @@ class Experience:
             greedy: deque(np.array(scaling.survivals, np.float64), maxlen=RECENT_ROUNDS)
             for greedy, scaling in ((True, calibration.greedy), (False, calibration.sampling))
         }
-        # Draft tokens accepted and promised of late.
-        self._accepted = dict.fromkeys((True, False), OUTCOME_PRIOR_TOKENS)
-        self._promised = dict.fromkeys((True, False), OUTCOME_PRIOR_TOKENS)
+        # Added to the calibration's offsets, [2, g]: greedy, then sampling.
+        self.offsets = np.zeros((2, self.block_size))
         # By whether anything was drafted: log of measured over predicted seconds, and its age.
         self._slowness = {False: 0.0, True: 0.0}
         self._steps_since = {False: NEIGHBOUR_STEPS + 1, True: NEIGHBOUR_STEPS + 1}
@@ -57,16 +55,16 @@ class Experience:
         recent = np.array(self._recent[greedy])
         return recent[np.argsort(recent.sum(axis=1))]
 
-    def add_outcome(self, greedy: bool, promised: float, accepted: int) -> None:
-        """Take in how many tokens of a draft were expected to survive and how many did."""
-        decay = 1 - 1 / OUTCOME_ROUNDS
-        self._promised[greedy] = self._promised[greedy] * decay + promised
-        self._accepted[greedy] = self._accepted[greedy] * decay + accepted
+    def add_outcome(
+        self, greedy: bool, confidence: Floats, num_verified: int, num_accepted: int
+    ) -> None:
+        """Take in the confidences c_k [g] of a draft and what came of it.
 
-    def corrected(self, survival: Floats, greedy: NDArray[np.bool_] | bool) -> Floats:
-        """Survivals [..., g], at most 1, by how promises of that mode [...] were kept of late."""
-        kept = [self._accepted[mode] / self._promised[mode] for mode in (True, False)]
-        return np.minimum(1.0, survival * np.asarray(np.where(greedy, *kept))[..., None])
+        A step down the gradient of the log loss, for each position whose predecessors survived.
+        """
+        known = min(num_accepted + 1, num_verified)
+        survived = np.arange(known) < num_accepted
+        self.offsets[0 if greedy else 1, :known] += OFFSET_STEP * (survived - confidence[:known])
 
     def add_step(self, drafted: bool, predicted_s: float, measured_s: float) -> None:
         """Take in a decoding step's seconds; near a step of the other kind the two are compared.

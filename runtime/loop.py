@@ -359,7 +359,7 @@ class Loop:
             sequence.append(token_id, origin, likely[row] if likely else None)
             if sequence.finish_reason is not None:
                 break  # the rest of an accepted block is cut: in text, ids, usage and metrics
-        self.scheduler.end_round(sequence, num_accepted)
+        self.scheduler.end_round(sequence, num_verified, num_accepted)
         gained = sequence.num_output - before
         self.metrics.counts["output_tokens"] += gained
         if was_decoding:

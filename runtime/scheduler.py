@@ -132,7 +132,7 @@ class Scheduler(Generic[S]):
         self._waiting: set[S] = set()  # and those not drafted for in this step
         self._steps_to_choice = 0
         self._steps_to_look = LOOK_STEPS
-        self._promised: dict[S, float] = {}  # draft tokens expected to survive, this round
+        self._confidences: dict[S, NDArray[np.float64]] = {}  # [g] of this step's drafts
         self._looked_at: S | None = None
         self._steps_to_plain_look = PLAIN_LOOK_STEPS
         self._experience = None if tables is None else Experience(tables.calibration)
@@ -161,7 +161,7 @@ class Scheduler(Generic[S]):
     def plan(self, decoding: list[S]) -> None:
         """Begin a step in which these sequences decode: decide for which of them to draft."""
         self._num_decoding = len(decoding)
-        self._promised.clear()
+        self._confidences.clear()
         if not decoding:
             return
         self._longest_context = max(s.num_computed for s in decoding)
@@ -219,17 +219,17 @@ class Scheduler(Generic[S]):
         """
         experience = self._experience
         assert experience is not None
-        greedy = np.array([s.request.greedy for s in sequences])
-        typical = {mode: experience.typical_rounds(mode) for mode in set(greedy.tolist())}
+        modes = [s.request.greedy for s in sequences]
+        typical = {mode: experience.typical_rounds(mode) for mode in set(modes)}
         expected = np.empty((len(sequences), HISTORY_ROUNDS, experience.block_size))
-        for row, (sequence, mode) in enumerate(zip(sequences, greedy.tolist(), strict=True)):
+        for row, (sequence, mode) in enumerate(zip(sequences, modes, strict=True)):
             own = len(sequence.survivals)
             if own:
                 expected[row, :own] = sequence.survivals
             if missing := HISTORY_ROUNDS - own:
                 places = ((np.arange(missing) + row) % missing + 0.5) * len(typical[mode]) / missing
                 expected[row, own:] = typical[mode][places.astype(int)]
-        return experience.corrected(expected, greedy[:, None])
+        return expected
 
     def _step_s(self, num_drafted: int, num_tokens: int, others: int = 0) -> NDArray[np.float64]:
         """Seconds of this step with 0 .. `num_tokens` draft tokens beside `others`, [n + 1]."""
@@ -274,10 +274,10 @@ class Scheduler(Generic[S]):
         return lengths
 
     def _confidence(self, sequences: list[S], logits: NDArray[np.float32]) -> NDArray[np.float64]:
-        if self._tables is None:
+        if self._tables is None or self._experience is None:
             return sigmoid(logits)
         greedy = np.array([s.request.greedy for s in sequences])
-        return self._tables.calibration.confidence(logits, greedy)
+        return self._tables.calibration.confidence(logits, greedy, self._experience.offsets)
 
     def _fixed(self, policy: Policy, caps: NDArray[np.int64]) -> NDArray[np.int64]:
         return fixed_lengths(caps, None if policy.argument is None else int(policy.argument))
@@ -296,30 +296,27 @@ class Scheduler(Generic[S]):
         experience = self._experience
         assert experience is not None
         survival = np.cumprod(confidence, axis=1)
-        greedy = np.array([s.request.greedy for s in sequences])
-        corrected = experience.corrected(survival, greedy)
         step_s = self._step_s(len(sequences), int(caps.sum()), others)
         base = self._num_decoding
         if policy.name == "throughput":
-            lengths = throughput_lengths(corrected, caps, step_s, base, self._min_gain)
+            lengths = throughput_lengths(survival, caps, step_s, base, self._min_gain)
         else:
             pairs = zip(sequences, survival, strict=True)
-            old = experience.corrected(np.stack([_two_ago(s, own) for s, own in pairs]), greedy)
-            lengths = lagged_lengths(corrected, old, caps, step_s, base)
-        verified = np.arange(survival.shape[1]) < lengths[:, None]
-        promised = (survival * verified).sum(axis=1).tolist()
-        for sequence, own, tokens in zip(sequences, survival, promised, strict=True):
-            rows = [own] * (LOOK_WEIGHT if sequence is self._looked_at else 1)
-            sequence.survivals.extend(rows)
-            experience.add_rounds(sequence.request.greedy, rows)
-            self._promised[sequence] = tokens
+            old = np.stack([_two_ago(s, own) for s, own in pairs])
+            lengths = lagged_lengths(survival, old, caps, step_s, base)
+        for row, sequence in enumerate(sequences):
+            rounds = [survival[row]] * (LOOK_WEIGHT if sequence is self._looked_at else 1)
+            sequence.survivals.extend(rounds)
+            experience.add_rounds(sequence.request.greedy, rounds)
+            self._confidences[sequence] = confidence[row]
         return lengths
 
-    def end_round(self, sequence: S, num_accepted: int) -> None:
+    def end_round(self, sequence: S, num_verified: int, num_accepted: int) -> None:
         """Learn what came of a sequence's draft."""
-        promised = self._promised.pop(sequence, None)
-        if promised is not None and self._experience is not None:
-            self._experience.add_outcome(sequence.request.greedy, promised, num_accepted)
+        confidence = self._confidences.pop(sequence, None)
+        if confidence is not None and self._experience is not None:
+            mode = sequence.request.greedy
+            self._experience.add_outcome(mode, confidence, num_verified, num_accepted)
 
     def end_decoding(
         self, num_drafted: int, num_verified: int, new_context_tokens: int, measured_s: float

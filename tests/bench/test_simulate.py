@@ -9,7 +9,7 @@ import pytest
 
 from bench.article import article_results
 from bench.load import plot
-from bench.record import Recording, load_recording
+from bench.record import Recording, judge, load_recording
 from bench.simulate import compare, simulate
 from engines.calibrate import Rounds
 from runtime.config import ConfigError
@@ -74,6 +74,18 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", x=np.zeros(1))
     with pytest.raises(ConfigError, match="holds no recorded rounds"):
         load_recording(tmp_path / "other.npz")
+
+
+def test_a_server_learns_what_its_calibration_got_wrong() -> None:
+    """Every draft is sure to the last token and loses its second one."""
+    recording = _recording(1, 2.0, requests=40)
+    report = judge(recording, make_tables().calibration)
+    assert set(report) == {"greedy", "sampling"}
+    for mode in report.values():
+        assert mode["accepted_length"] == 2
+        assert mode["ece_after"] == pytest.approx(mode["ece_before"])
+        assert mode["mean_ece_learned"] < 0.7 * mode["mean_ece_after"]
+    assert "ece_after" not in judge(recording, None)["greedy"]
 
 
 def test_results_are_compared_where_both_have_them_and_drawn(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler learns: promises kept, typical rounds, and what drafting really costs."""
+"""What the scheduler learns: typical rounds, how confidences turn out, what drafting costs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from runtime.calibration import sigmoid
 from runtime.experience import (
     MAX_COMPARISON,
     NEIGHBOUR_STEPS,
-    OUTCOME_ROUNDS,
+    OFFSET_STEP,
     RECENT_ROUNDS,
     Experience,
 )
@@ -33,18 +34,29 @@ def test_typical_rounds_are_the_last_ones_of_the_mode_bad_ones_first(
     assert set(experience.typical_rounds(False).reshape(-1)) == {0.5}
 
 
-def test_promises_are_corrected_by_mode_and_forgotten(experience: Experience) -> None:
-    survival = np.array([[0.8, 0.4], [0.8, 0.4]])
-    modes = np.array([True, False])
-    assert experience.corrected(survival, modes) == pytest.approx(survival)
-    for _ in range(20 * OUTCOME_ROUNDS):
-        experience.add_outcome(True, promised=2.0, accepted=1)
-        experience.add_outcome(False, promised=1.0, accepted=2)
-    expected = [[0.4, 0.2], [1.0, 0.8]]  # a probability stays one
-    assert experience.corrected(survival, modes) == pytest.approx(np.array(expected), abs=1e-6)
-    for _ in range(20 * OUTCOME_ROUNDS):
-        experience.add_outcome(True, promised=1.0, accepted=1)
-    assert experience.corrected(survival, True) == pytest.approx(survival, abs=1e-6)
+def test_offsets_follow_the_outcomes_of_their_mode(experience: Experience) -> None:
+    """Confidences of one half; of greedy drafts 30 % survive at each position, of others 80 %."""
+    random = np.random.default_rng(0)
+    late = np.zeros((2, BLOCK_SIZE))
+    for i in range(4000):
+        for mode, rate in ((0, 0.3), (1, 0.8)):
+            survived = np.logical_and.accumulate(random.random(BLOCK_SIZE) < rate)
+            confidence = sigmoid(experience.offsets[mode])
+            experience.add_outcome(mode == 0, confidence, BLOCK_SIZE, int(survived.sum()))
+            late[mode] += (i >= 2000) * confidence / 2000
+    assert late[0, :2] == pytest.approx([0.3, 0.3], abs=0.04)  # few get further
+    assert late[1] == pytest.approx(np.full(BLOCK_SIZE, 0.8), abs=0.04)
+
+
+def test_only_positions_with_an_outcome_are_learned_from(experience: Experience) -> None:
+    half = np.full(BLOCK_SIZE, 0.5)
+    experience.add_outcome(True, half, 3, 1)  # the third was verified, but on a rejected second
+    up, down = 0.5 * OFFSET_STEP, -0.5 * OFFSET_STEP
+    assert experience.offsets[0, :3].tolist() == pytest.approx([up, down, 0])
+    experience.add_outcome(False, half, 2, 2)  # cut after the second
+    assert experience.offsets[1, :3].tolist() == pytest.approx([up, up, 0])
+    experience.add_outcome(False, half, 0, 0)
+    assert experience.offsets[1, :3].tolist() == pytest.approx([up, up, 0])
 
 
 def _alternate(experience: Experience, slower: float, rounds: int = 300) -> None:

@@ -258,16 +258,16 @@ def test_only_requests_whose_drafts_pay_are_drafted_for() -> None:
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_promises_that_are_not_kept_count_less(greedy: bool) -> None:
-    """Of drafts that should survive whole nothing is accepted: they are drafted no more."""
-    scheduler = _scheduler(make_tables(survival=0.9, draft_s=0.5, token_s=0.05), 0.01)
-    caps, logits = np.array([BLOCK_SIZE]), np.full((1, BLOCK_SIZE), 9, np.float32)
-    for _ in range(100):
+def test_confidences_that_do_not_come_true_count_less(greedy: bool) -> None:
+    """Nothing is ever accepted, however sure the drafter is: its drafts are made no more."""
+    scheduler = _scheduler(make_tables(survival=0.7, draft_s=0.3, token_s=0.05), 0.01)
+    caps, logits = np.array([BLOCK_SIZE]), np.ones((1, BLOCK_SIZE), np.float32)
+    for _ in range(800):
         stub = Stub(Mode(greedy))
         scheduler.plan([stub])
         if scheduler.drafts_for(stub):
-            scheduler.lengths([stub], caps, logits)
-            scheduler.end_round(stub, 0)
+            verified = int(scheduler.lengths([stub], caps, logits).sum())
+            scheduler.end_round(stub, verified, 0)
     assert not scheduler.drafting
     scheduler.plan([Stub(Mode(not greedy))])  # the other mode has kept its promises
     assert scheduler.drafting
