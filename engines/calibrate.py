@@ -24,7 +24,7 @@ from tqdm import tqdm
 from export.publish import content_key, publish
 from runtime.calibration import Calibration, Scaling, sigmoid
 from runtime.config import RuntimeConfig
-from runtime.decoder import Model
+from runtime.decoder import Model, within_limits
 from runtime.loop import Loop, Round
 from runtime.manifest import hash_file, load_manifest
 from runtime.request import InvalidRequest, Request, validate_request
@@ -109,7 +109,7 @@ def calibrate(
         config = RuntimeConfig(
             num_threads=threads, max_batch_requests=BATCH, policy="fixed", prefix_cache_mb=0
         )
-        model = Model(engine_dir, folder / "hf", config)
+        model = Model(engine_dir, folder / "hf", within_limits(manifest, config))
         rounds = {
             mode: record(model, temperature, num_rounds, prompts, mode)
             for mode, temperature in TEMPERATURES.items()

@@ -19,7 +19,7 @@ from export.publish import content_key, publish
 from runtime.batch import DraftSegment, VerifySegment, pack_draft, pack_verify, slots
 from runtime.config import RuntimeConfig
 from runtime.cost import CostTable, identity_of
-from runtime.decoder import Model
+from runtime.decoder import Model, within_limits
 from runtime.kv_blocks import blocks_for
 from runtime.manifest import hash_file, load_manifest
 from runtime.randomness import DraftNoise
@@ -53,7 +53,7 @@ def profile(folder: Path, threads: int, max_requests: int, repeats: int = REPEAT
             policy="off",
             prefix_cache_mb=0,
         )
-        model = Model(engine_dir, folder / "hf", config)
+        model = Model(engine_dir, folder / "hf", within_limits(manifest, config))
         table = measure(model, repeats)
         model.close()
         (partial / "cost.json").write_text(table.to_json())
@@ -73,8 +73,9 @@ def measure(model: Model, repeats: int = REPEATS) -> CostTable:
         (c, r, n): stage.verify(r, n, c) for c in contexts for r in requests for n in segments
     }
     points: dict[tuple, Point] = dict(verify)
-    prefill_tokens = min(PREFILL_TOKENS, stage.longest - contexts[0])
-    points["prefill",] = stage.verify(1, prefill_tokens, contexts[0])
+    chunk = min(PREFILL_TOKENS, model.config.prefill_chunk_tokens)
+    prefill_tokens = min(chunk, stage.longest - contexts[0])
+    points["prefill",] = stage.verify(1, prefill_tokens, contexts[0], num_logits=1)
     if block:
         more = min(NEW_CONTEXT_TOKENS, stage.longest - contexts[0])
         points |= {("draft", c, r): stage.draft(r, 1, c) for c in contexts for r in requests}
@@ -122,11 +123,13 @@ class _Stage:
             model.limits.max_model_tokens, model.num_blocks * self._block_tokens
         ) - max(PREFILL_TOKENS // 2, 1)
 
-    def verify(self, requests: int, segment_len: int, context_len: int) -> Point:
-        """A verifier pass with its packing and commit."""
+    def verify(
+        self, requests: int, segment_len: int, context_len: int, num_logits: int | None = None
+    ) -> Point:
+        """A verifier pass with its packing and commit; logits of all tokens or the last ones."""
         engine = self._model.engines.verifier
         segments = [
-            VerifySegment([1] * segment_len, context_len, blocks, segment_len)
+            VerifySegment([1] * segment_len, context_len, blocks, num_logits or segment_len)
             for blocks in self._blocks(requests, context_len + segment_len)
         ]
         rows = np.arange(segment_len)

@@ -8,7 +8,6 @@ alone, so each is read and anything but success is a BuildError with TensorRT's 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,11 +24,11 @@ from export.progress import say
 from runtime.config import MIB
 from runtime.manifest import TENSORRT, Builder
 from runtime.spec import TensorSpec
+from runtime.trt_engine import SHOWN_ERRORS, log_of
 
 # Said of every int64 tensor, all of which are meant to be int64.
 EXPECTED_WARNING = "has Int64 binding"
 FATAL_WARNING = "Unused Input"
-SHOWN_ERRORS = 5
 
 
 class BuildError(Exception):
@@ -84,8 +83,9 @@ def build_plan(
     if broken:
         shown = "; ".join(map(str, broken[:SHOWN_ERRORS]))
         raise BuildError(f"{graph.name} breaks {len(broken)} graph rules: {shown}")
-    log = _log_of(trt)
-    log.failures.clear()
+    log = log_of(trt)
+    log.take()
+    _judge_warnings(log)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
@@ -105,9 +105,9 @@ def build_plan(
         plan = builder.build_serialized_network(network, config)
     finally:
         monitor.close()
-    log.check(graph)
-    if plan is None:
-        raise BuildError(f"TensorRT built nothing from {graph.name} and did not say why")
+    said = log.take()
+    if said or plan is None:
+        raise BuildError(f"TensorRT cannot build {graph.name}: {said or 'it did not say why'}")
     plan_path.write_bytes(memoryview(plan))
     if cache is not None and timing_cache is not None:
         partial = timing_cache.with_name(timing_cache.name + ".partial")
@@ -116,31 +116,16 @@ def build_plan(
         partial.replace(timing_cache)
 
 
-@functools.cache  # TensorRT keeps the first log it is given for as long as anything of it lives
-def _log_of(trt: Any) -> Any:
-    class Log(trt.ILogger):
-        """Keeps what must not pass: errors, and warnings that mean a wrong engine."""
+def _judge_warnings(log: Any) -> None:
+    """Make a warning that means a wrong engine an error, and show the others."""
 
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.failures: list[str] = []
+    def judge(message: str) -> None:
+        if FATAL_WARNING in message:
+            log.errors.append(message)
+        elif EXPECTED_WARNING not in message:
+            say(f"  {message}")
 
-        def log(self, severity: Any, message: str) -> None:
-            """Called by TensorRT for every line."""
-            fatal = severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR)
-            warning = severity == trt.ILogger.WARNING
-            if fatal or (warning and FATAL_WARNING in message):
-                self.failures.append(message.strip())
-            elif warning and EXPECTED_WARNING not in message:
-                say(f"  TensorRT: {message.strip()}")
-
-        def check(self, graph: Path) -> None:
-            """Raise BuildError when anything was kept."""
-            if self.failures:
-                said = "; ".join(self.failures[:SHOWN_ERRORS])
-                raise BuildError(f"TensorRT cannot build {graph.name}: {said}")
-
-    return Log()
+    log.on_warning = judge
 
 
 def _describe(error: Any) -> str:
@@ -228,9 +213,9 @@ def _load_timing_cache(log: Any, config: Any, path: Path) -> Any:
             # A cache of another GPU or version is refused; then an empty one takes its place.
             cache = config.create_timing_cache(content)
             taken = cache is not None and config.set_timing_cache(cache, False)
-            if taken and not log.failures:
+            failed = log.take()
+            if taken and not failed:
                 return cache
-            log.failures.clear()
     raise BuildError(f"TensorRT takes neither the timing cache {path} nor an empty one")
 
 

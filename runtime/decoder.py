@@ -161,6 +161,12 @@ def _capacity(manifest: Manifest, config: RuntimeConfig) -> tuple[int, int]:
     return num_blocks, min(max_model_tokens, fitting)
 
 
+def within_limits(manifest: Manifest, config: RuntimeConfig) -> RuntimeConfig:
+    """`config`, lowered where the engines were built to serve less."""
+    limits = manifest.serving_limits.items()
+    return replace(config, **{n: min(getattr(config, n), limit) for n, limit in limits})
+
+
 def _cache_blocks(manifest: Manifest, config: RuntimeConfig, running_blocks: int, free: int) -> int:
     """Blocks for cached prefixes: what is asked for, or what `free` bytes leave room for.
 

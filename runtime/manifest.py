@@ -65,7 +65,8 @@ class Manifest:
     @property
     def on_cpu(self) -> bool:
         """Whether the engines run on a CPU."""
-        return self.device.get("provider", "CPUExecutionProvider") == "CPUExecutionProvider"
+        provider = self.device.get("provider", "CPUExecutionProvider")
+        return self.builder.name not in TENSORRT and provider == "CPUExecutionProvider"
 
     @property
     def fingerprint(self) -> str:

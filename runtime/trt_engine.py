@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,9 @@ from runtime.engine import EngineError, check_inputs
 from runtime.manifest import Manifest, ManifestError
 from runtime.spec import KvDims, TensorSpec
 
+log = logging.getLogger("dspark")
+
+SHOWN_ERRORS = 5
 MAX_TIERS = 48  # contexts and graphs kept, the least recently used go
 # Padding S would renumber `unpad_index`; it takes few values anyway.
 PADDED = ("R", "N", "C", "M", "L")
@@ -131,23 +135,28 @@ class _Tier:
     graph: Replay | None = None
 
 
-@functools.cache  # TensorRT keeps the first log it is given for as long as anything of it lives
-def _log_of(trt: Any) -> Any:
+@functools.cache
+def log_of(trt: Any) -> Any:
+    """The one log of the module `trt`: TensorRT goes on using the first that it was given."""
+
     class Log(trt.ILogger):
-        """Keeps errors."""
+        """Keeps errors until they are taken and passes warnings on."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
+            self.on_warning: Callable[[str], None] = log.warning
 
         def log(self, severity: Any, message: str) -> None:
             """Called by TensorRT for every line."""
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(message.strip())
+            elif severity == trt.ILogger.WARNING:
+                self.on_warning(f"TensorRT: {message.strip()}")
 
         def take(self) -> str:
-            """The errors since the last call, as one text."""
-            text = "; ".join(self.errors) or "it did not say why"
+            """The first errors since the last call, as one text; empty without any."""
+            text = "; ".join(self.errors[:SHOWN_ERRORS])
             self.errors.clear()
             return text
 
@@ -182,13 +191,13 @@ class TrtEngine:
         self._inputs = {s.name: s for s in inputs[: len(inputs) - num_kv]}
         self._outputs = list(outputs[: len(outputs) - num_kv])
         self._pool_specs, self._new_specs = inputs[-num_kv:], outputs[-num_kv:]
-        self._log = _log_of(trt)
+        self._log = log_of(trt)
         self._runtime: Any = trt.Runtime(self._log)
         self._engine: Any = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
             raise EngineError(
                 f"{path} cannot be loaded by {trt.__name__} {trt.__version__} "
-                f"({self._log.take()}): {REBUILD}"
+                f"({self._why()}): {REBUILD}"
             )
         self._check_plan(trt, inputs, outputs)
         self._profiles = self._read_profiles([*inputs])
@@ -263,6 +272,9 @@ class TrtEngine:
         self._pool = self._pool_rows = self._new = self._scratch = None
         self._buffers, self._staging = {}, {}
         self._engine = self._runtime = None
+
+    def _why(self) -> str:
+        return self._log.take() or "it did not say why"
 
     def _check_open(self) -> None:
         if self._engine is None:
@@ -396,15 +408,15 @@ class TrtEngine:
 
     def _enqueue(self, context: Any, sizes: Mapping[str, int]) -> None:
         if not context.execute_async_v3(self._device.stream_handle):
-            raise EngineError(f"{self._name} failed with {dict(sizes)}: {self._log.take()}")
+            raise EngineError(f"{self._name} failed with {dict(sizes)}: {self._why()}")
 
     def _make_context(self, profile: int) -> Any:
         context = self._engine.create_execution_context(self._strategy)
         if context is None:
-            raise EngineError(f"{self._name} has no execution context: {self._log.take()}")
+            raise EngineError(f"{self._name} has no execution context: {self._why()}")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
         if not context.set_optimization_profile_async(profile, self._device.stream_handle):
-            raise EngineError(f"{self._name} refuses profile {profile}: {self._log.take()}")
+            raise EngineError(f"{self._name} refuses profile {profile}: {self._why()}")
         return context
 
     def _bind(self, context: Any, sizes: Mapping[str, int]) -> None:
@@ -416,11 +428,11 @@ class TrtEngine:
             shape = self._shape(spec, sizes)
             if not context.set_input_shape(spec.name, shape):
                 raise EngineError(
-                    f"{self._name} refuses {spec.name} of shape {shape}: {self._log.take()}"
+                    f"{self._name} refuses {spec.name} of shape {shape}: {self._why()}"
                 )
         for name, address in addresses.items():
             if not context.set_tensor_address(name, address):
-                raise EngineError(f"{self._name} refuses memory for {name}: {self._log.take()}")
+                raise EngineError(f"{self._name} refuses memory for {name}: {self._why()}")
         missing = context.infer_shapes()
         if missing:
             raise EngineError(f"{self._name} lacks the shapes of {', '.join(missing)}")

@@ -17,6 +17,12 @@ from tests.helpers import make_tiny_drafter, make_tiny_llama, shared_data_dir
 
 # `make test-gpu` runs the tests of the loop on TensorRT engines.
 TARGET = os.environ.get("DSPARK_TEST_TARGET", "onnxruntime")
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not NVIDIA_DEVICE.exists():
+        pytest.skip("needs an NVIDIA GPU and TensorRT (pip install '.[tensorrt]'): make test-gpu")
 
 
 @pytest.fixture(scope="session")

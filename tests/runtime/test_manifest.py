@@ -55,6 +55,22 @@ def test_a_manifest_round_trips(folder: Path) -> None:
     assert load_manifest(folder) == MANIFEST
 
 
+@pytest.mark.parametrize(
+    ("builder", "device", "on_cpu"),
+    [
+        ("onnxruntime", {"provider": "CPUExecutionProvider"}, True),
+        ("onnxruntime", {"provider": "CUDAExecutionProvider"}, False),
+        ("tensorrt", {"compute_capabilities": ["SM86"]}, False),
+        ("tensorrt_rtx", {}, False),
+    ],
+)
+def test_the_manifest_tells_where_the_engines_run(
+    builder: str, device: dict[str, Any], on_cpu: bool
+) -> None:
+    manifest = dataclasses.replace(MANIFEST, builder=Builder(builder, "1"), device=device)
+    assert manifest.on_cpu is on_cpu
+
+
 def test_a_model_without_a_drafter_round_trips(folder: Path) -> None:
     plain = dataclasses.replace(MANIFEST, drafter=None)
     (folder / "manifest.json").write_text(plain.to_json())

@@ -70,3 +70,8 @@ def test_the_containers_limit_counts(tmp_path: Path, files: dict[str, str], free
 
 def test_this_machine_has_some() -> None:
     assert free_bytes(on_cpu=True) > 0
+
+
+def test_engines_on_a_gpu_count_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (3 * GIB, 8 * GIB))
+    assert free_bytes(on_cpu=False) == 3 * GIB

@@ -15,18 +15,22 @@ from bench.prompts import run_requests
 from runtime.config import RuntimeConfig
 from runtime.decoder import Model
 from runtime.request import Request, validate_request
-from tests.conftest import TARGET
 from tests.helpers import load_golden, make_tiny_tokenizer, shared_data_dir
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["vanilla", "gated", "rnn", "dflash"])
+HEADS = ("vanilla", "gated", "rnn", "dflash")
+ON_GPU = [pytest.param((head, "tensorrt"), marks=pytest.mark.gpu) for head in HEADS]
+
+
+@pytest.fixture(scope="module", params=[*((head, "onnxruntime") for head in HEADS), *ON_GPU])
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A built golden pair and its head's name."""
     from engines.build import build_engines
     from export.pair import ExportOptions, export_pair
 
+    head, target = request.param
     source, root = shared_data_dir() / "golden", tmp_path_factory.mktemp("golden")
     shutil.copytree(source / "target", root / "target", copy_function=shutil.copyfile)
     (root / "target").chmod(0o755)
@@ -34,14 +38,14 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     options = ExportOptions(
         model=str(root / "target"),
         name="golden",
-        drafter=source / request.param,
+        drafter=source / head,
         build_dir=root,
     )
     export_pair(options)
-    build_engines(root / "golden", TARGET)
+    build_engines(root / "golden", target)
     config = RuntimeConfig(num_threads=1, kv_cache_mb=16)
     model = Model(root / "golden" / "engines", root / "golden" / "hf", config)
-    yield model, request.param
+    yield model, head
     model.close()
 
 

@@ -1,4 +1,4 @@
-"""The TensorRT runner against a strict stand-in of TensorRT, alone and under the whole loop."""
+"""The TensorRT runner by itself against a strict stand-in of TensorRT; see also test_engines."""
 
 from __future__ import annotations
 
@@ -14,24 +14,16 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from engines.profiles import profiles, serving_limits
 from runtime import trt_engine
-from runtime.config import ConfigError, RuntimeConfig
-from runtime.decoder import Model
 from runtime.engine import EngineError
-from runtime.manifest import Artifact, Builder, Manifest, ManifestError, hash_file, load_manifest
-from runtime.request import Request, validate_request
+from runtime.manifest import Builder, Manifest, ManifestError
 from runtime.spec import (
     KvDims,
     TensorSpec,
-    drafter_inputs,
-    drafter_outputs,
-    verifier_inputs,
-    verifier_outputs,
 )
 from runtime.trt_engine import TrtEngine, check_gpu, load_tensorrt
 from tests.runtime.fake_tensorrt import FAKE_TENSORRT, CpuDevice, write_plan
-from tests.runtime.fakes import Collector, manifest
+from tests.runtime.fakes import manifest
 
 NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_DIM = 4, 2, 2, 3
 ROW = HEADS * HEAD_DIM
@@ -203,7 +195,7 @@ def test_wrong_inputs_are_named(engine: TrtEngine) -> None:
 
 
 def test_failing_is_told_in_tensorrts_words_and_the_engine_goes_on(engine: TrtEngine) -> None:
-    engine._engine.fail_next = True
+    engine._engine._fail_next = True
     with pytest.raises(EngineError, match=r"tiny failed with .*'N': 4.*: out of luck"):
         engine.run(feed(3, [0]))
     np.testing.assert_array_equal(engine.run(feed(2, [0]))["doubled"], [2, 4])
@@ -286,106 +278,3 @@ def test_another_class_of_gpu_is_refused(
     else:
         with pytest.raises(ManifestError, match=r"built for SM86, this GPU is SM.*TARGET=tensorrt"):
             check_gpu(foreign, *own)
-
-
-# The whole loop over plans
-
-
-@pytest.fixture
-def plans(tiny_pair_build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """build/<name> of the tiny pair with plans for the stand-in."""
-    monkeypatch.setattr(trt_engine, "load_tensorrt", lambda manifest: FAKE_TENSORRT)
-    monkeypatch.setattr(trt_engine, "CudaDevice", CpuDevice)
-    exported = load_manifest(tiny_pair_build / "onnx")
-    config = RuntimeConfig(
-        max_batch_requests=4, prefill_chunk_tokens=24, kv_cache_mb=8, prefix_cache_mb=2
-    )
-    limits = serving_limits(exported, config)
-    assert exported.drafter is not None
-    sides = {
-        "verifier": (verifier_inputs(exported.verifier), verifier_outputs(exported.verifier)),
-        "drafter": (drafter_inputs(exported.drafter), drafter_outputs(exported.drafter)),
-    }
-    folder = tmp_path / "engines"
-    folder.mkdir()
-    artifacts = {}
-    for name, artifact in exported.artifacts.items():
-        source = tiny_pair_build / "onnx" / artifact.path
-        path = folder / artifact.path
-        if name in sides:
-            by_phase = list(profiles(exported, limits)[name].values())
-            path = write_plan(folder / f"{name}.plan", source, *sides[name], by_phase)
-        else:
-            path.write_bytes(source.read_bytes())
-        artifacts[name] = Artifact(path.name, path.stat().st_size, hash_file(path))
-    built = replace(
-        exported,
-        builder=Builder("tensorrt", "10.13.3.9"),
-        artifacts=artifacts,
-        serving_limits=limits,
-    )
-    (folder / "manifest.json").write_text(built.to_json())
-    return tmp_path
-
-
-def requests(model: Model) -> list[Request]:
-    """Greedy and seeded requests of many lengths; their text depends on nothing else."""
-    random = np.random.default_rng(0)
-    made = []
-    for i, length in enumerate((1, 5, 30, 70, 3, 17)):
-        fields: dict[str, Any] = {
-            "prompt_ids": random.integers(3, 300, length).tolist(),
-            "max_tokens": 24,
-            "ignore_eos": True,
-        }
-        if i % 2:
-            fields |= {"temperature": 0.8, "seed": i, "top_k": 20}
-        made.append(validate_request(fields, model.limits))
-    return made
-
-
-def generate(model: Model, policy: str) -> list[list[int]]:
-    loop = model.make_loop(policy)
-    collectors = [Collector() for _ in range(6)]
-    for request, collector in zip(requests(model), collectors, strict=True):
-        loop.add(request, collector)
-    while loop.has_work:
-        loop.step()
-    return [c.token_ids for c in collectors]
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_pair_build: Path) -> list[list[int]]:
-    """Plain decoding of one request at a time in ONNX Runtime."""
-    config = RuntimeConfig(max_batch_requests=1, kv_cache_mb=8, prefix_cache_mb=0, num_threads=1)
-    model = Model(tiny_pair_build / "engines", tiny_pair_build / "hf", config)
-    try:
-        return generate(model, "off")
-    finally:
-        model.close()
-
-
-@pytest.mark.parametrize("policy", ["off", "fixed:2", "fixed"])
-def test_the_loop_gives_the_same_tokens(
-    policy: str, plans: Path, tiny_pair_build: Path, expected: list[list[int]]
-) -> None:
-    config = RuntimeConfig(
-        max_batch_requests=4,
-        prefill_chunk_tokens=24,
-        kv_cache_mb=8,
-        prefix_cache_mb=0,
-        num_threads=1,
-    )
-    model = Model(plans / "engines", tiny_pair_build / "hf", config)
-    assert isinstance(model.engines.verifier, TrtEngine)
-    assert generate(model, policy) == expected
-    model.close()
-    model.close()
-
-
-def test_asking_for_more_than_was_built_is_refused(plans: Path, tiny_pair_build: Path) -> None:
-    config = RuntimeConfig(
-        max_batch_requests=5, prefill_chunk_tokens=24, kv_cache_mb=8, prefix_cache_mb=2
-    )
-    with pytest.raises(ConfigError, match=r"max_batch_requests .* at most 4, .* got 5: .*SERVING"):
-        Model(plans / "engines", tiny_pair_build / "hf", config)
