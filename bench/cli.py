@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import argparse
 
-from bench import article, evaluate, load, overhead, peers, perf, prefix, record, simulate, stream
+from bench import (
+    article,
+    evaluate,
+    load,
+    overhead,
+    peers,
+    perf,
+    precision,
+    prefix,
+    record,
+    shape,
+    simulate,
+    stream,
+)
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,4 +35,6 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     load.add_parser(kinds)
     record.add_parser(kinds)
     article.add_parser(kinds)
+    precision.add_parser(kinds)
+    shape.add_parser(kinds)
     simulate.add_parser(subparsers)

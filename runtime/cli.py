@@ -8,11 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.manifest import ManifestError
 from runtime.request import PARAMETERS, InvalidRequest, Parameter, RequestOutput
+
+if TYPE_CHECKING:
+    from runtime.engine import LoadEngines
 
 _COLOURS = {"draft": "\033[32m", "corrected": "\033[33m", "target": ""}
 _RESET = "\033[0m"
@@ -36,16 +39,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_model(args: argparse.Namespace, **options: Any) -> Any:
-    """The `Model` that `add_model_arguments` named; `options` go to RuntimeConfig.
+def open_model(args: argparse.Namespace, load: LoadEngines | None = None, **options: Any) -> Any:
+    """The `Model` that `add_model_arguments` named; `options` go to RuntimeConfig, `load` to it.
 
     The prefix cache is off unless they say otherwise, so that one run does not warm the next.
     """
     from runtime.decoder import Model
+    from runtime.engine import load_engines
 
     config = RuntimeConfig(num_threads=args.threads, **{"prefix_cache_mb": 0, **options})
     folder = args.build_dir / args.name
-    return Model(folder / "engines", folder / "hf", config)
+    return Model(folder / "engines", folder / "hf", config, load or load_engines)
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

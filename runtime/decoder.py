@@ -15,7 +15,7 @@ from runtime.calibration import load_calibration
 from runtime.config import MIB, ConfigError, RuntimeConfig
 from runtime.cost import TableError, load_cost
 from runtime.disk_tier import DiskTier
-from runtime.engine import load_engines
+from runtime.engine import LoadEngines, load_engines
 from runtime.kv_blocks import BlockPool, blocks_for
 from runtime.load import LoadGauge, nvml_utilisation
 from runtime.loop import Loop
@@ -38,10 +38,17 @@ class Model:
     """An engine folder opened for decoding: engines, pools, tokenizer and the loop over them.
 
     Raises ManifestError or EngineError when the folder does not fit this machine or version, and
-    ConfigError when the configuration does not fit the model.
+    ConfigError when the configuration does not fit the model. `load` takes the place of
+    `load_engines` where other things than the folder's engines are to run.
     """
 
-    def __init__(self, engine_dir: Path, tokenizer_dir: Path, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        engine_dir: Path,
+        tokenizer_dir: Path,
+        config: RuntimeConfig,
+        load: LoadEngines = load_engines,
+    ) -> None:
         manifest = load_manifest(engine_dir)
         if tokenizer_hash(tokenizer_dir) != manifest.tokenizer_sha256:
             raise ManifestError(
@@ -68,7 +75,7 @@ class Model:
             policies=available_policies(manifest.drafter, self.tables),
         )
         self._draft_vocab = _load_draft_vocab(engine_dir, manifest)
-        self.engines = load_engines(engine_dir, manifest, self.num_blocks, config.engine_threads)
+        self.engines = load(engine_dir, manifest, self.num_blocks, config.engine_threads)
         self.cache = self._make_cache(cache_blocks)
 
     def make_loop(self, policy: str | None = None) -> Loop:

@@ -107,6 +107,7 @@ def load_engines(engine_dir: Path, manifest: Manifest, num_blocks: int, threads:
     return Engines(verifier, drafter)
 
 
+LoadEngines = Callable[[Path, Manifest, int, int], Engines]  # as `load_engines`
 Load = Callable[[Artifact, KvDims, Sequence[TensorSpec], Sequence[TensorSpec]], Engine]
 
 
