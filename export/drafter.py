@@ -41,6 +41,7 @@ from export.layers import (
 )
 
 CANDIDATES = 64  # tokens among which filters are decided: a whole sort would cost too much
+LARGEST_UNIFORM = 1 - 2.0**-23  # times any fp32 number it is below that number
 DROPPED = -1e30  # logit of what filters drop: no probability, yet finite over any temperature
 
 
@@ -167,15 +168,30 @@ class Sampling(NamedTuple):
     min_p: Tensor  # [R] fp32, 0 keeps all
 
 
+@torch.library.custom_op("dspark::add_noise", mutates_args=())
+def add_noise(scores: Tensor, noise: Tensor) -> Tensor:
+    """`scores` [R, V'] + `noise` [R, W], W being V' or 1, the same number everywhere.
+
+    An operator of its own, since the tracer takes a dimension for 1 always or never.
+    """
+    return scores + noise
+
+
+@add_noise.register_fake
+def _(scores: Tensor, noise: Tensor) -> Tensor:
+    return torch.empty_like(scores)
+
+
 def sample(
     logits: Tensor, uniform: Tensor, noise: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """Draft ids [R] int64 and `logits` [R, V'] with what the filters drop at `DROPPED`.
 
     Argmax where the temperature is 0. Elsewhere the filtered softmax(logits / temperature) is
-    sampled: where `uniform` [R] is below 0 by the argmax after adding `noise` [R, V'], else by
-    the inverse CDF at it. That counts the entries whose cumulative probability stays at or below
-    u times the total; entries after the last one with any probability are never reached.
+    sampled: where `uniform` [R] is below 0 by the argmax after adding `noise` [R, W], else by the
+    inverse CDF at it. That counts the entries whose cumulative probability stays at or below u
+    times the total; entries after the last one with any probability are never reached, since that
+    product is held below the total.
     """
     warm = sampling.temperature > 0
     safe = torch.where(warm, sampling.temperature, 1.0)
@@ -183,10 +199,11 @@ def sample(
     probs = scaled.softmax(dim=-1)
     kept = probs >= cutoff(probs, sampling)
     cdf = torch.where(kept, probs, 0.0).cumsum(dim=-1)
-    total = cdf[:, -1:]
-    passed = (cdf <= uniform[:, None] * total) & (cdf < total)
-    highest = (torch.where(kept, scaled, DROPPED) + noise).argmax(dim=-1)
-    ids = torch.where(warm & (uniform >= 0), passed.long().sum(dim=-1), highest)
+    passed = cdf <= uniform.clamp(max=LARGEST_UNIFORM)[:, None] * cdf[:, -1:]
+    highest = add_noise(torch.where(kept, scaled, DROPPED), noise).argmax(dim=-1)
+    # Sums of fp32 are exact up to 2^24 entries, and many times faster than those of int64.
+    inverse = passed.float().sum(dim=-1).long()
+    ids = torch.where(warm & (uniform >= 0), inverse, highest)
     return ids, torch.where(kept, logits, DROPPED)
 
 
@@ -218,7 +235,7 @@ class StepInputs(NamedTuple):
     hidden: Tensor  # [R, d] fp32, normed
     scores: Tensor  # [R, V'] fp32, of the lm_head
     uniform: Tensor  # [R] fp32
-    noise: Tensor  # [R, V'] fp32
+    noise: Tensor  # [R, W] fp32
 
 
 class Heads(nn.Module):
@@ -243,9 +260,6 @@ class Heads(nn.Module):
         packed = self.norm(x)
         hidden = packed.unflatten(0, (-1, g)).unbind(1)
         scores = self.lm_head(packed).float().unflatten(0, (-1, g))
-        # A width of 1 stands for the same number everywhere.
-        column = torch.arange(scores.shape[-1]).clamp(max=noise.shape[-1] - 1)
-        noise = noise.index_select(-1, column)
         parts = (hidden, scores.unbind(1), uniforms.unbind(1), noise.unbind(1))
         steps = [StepInputs(*step) for step in zip(*parts, strict=True)]
         if self.config.head != "rnn":

@@ -22,6 +22,7 @@ import onnx
 import onnx_ir
 import torch
 from onnx import GraphProto, NodeProto, TensorProto, helper
+from onnxscript import opset20
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils._pytree import tree_map
@@ -131,6 +132,8 @@ def trace(
             input_names=[f"in:{n}" for n in (*weights, *inputs)],
             output_names=[f"out:{n}" for n in outputs],
             dynamic_shapes=({n: {} for n in weights}, dynamic),
+            # ONNX looks at the shapes when it runs: what is 1 then is repeated.
+            custom_translation_table={torch.ops.dspark.add_noise.default: opset20.Add},
         )
     assert program is not None
     graph = onnx_ir.serde.serialize_graph(program.model.graph)
