@@ -134,6 +134,16 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in path.read_text().split()]
 
 
+def decoder_of(server_pid: int) -> int:
+    """The process, among those the server started, that runs the decoder."""
+    (decoder,) = (
+        pid
+        for pid in children_of(server_pid)
+        if f"/{MODEL_NAME}/1" in Path(f"/proc/{pid}/cmdline").read_text()
+    )
+    return decoder
+
+
 class GrpcStream:
     """One gRPC stream, on which requests run one after another."""
 

@@ -29,6 +29,7 @@ from tests.triton_repo.clients import (
     RefusedError,
     Reply,
     children_of,
+    decoder_of,
     eventually,
     free_address,
     generate,
@@ -467,15 +468,10 @@ def test_a_killed_decoder_ends_the_streams_and_the_server(tiny_build: Path) -> N
         stream.send(**LONG)
         stream.next_response()
         (server_pid,) = children_of(serve.pid)
-        (decoder,) = (pid for pid in children_of(server_pid) if "/dspark/1" in command_of(pid))
-        os.kill(decoder, signal.SIGKILL)
+        os.kill(decoder_of(server_pid), signal.SIGKILL)
         with pytest.raises(RefusedError):  # noqa: PT012
             while not stream.next_response()[1]:
                 pass
         assert serve.stderr is not None
         assert serve.wait(timeout=30) == 1
         assert "the decoder's process died: ending the server" in serve.stderr.read()
-
-
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from runtime.config import RuntimeConfig
 from runtime.disk_tier import FOLDER
-from tests.triton_repo.clients import eventually, free_address, generate, metrics
+from tests.triton_repo.clients import decoder_of, eventually, free_address, generate, metrics
 from triton_repo.package import package
 from triton_repo.server import Address, TritonServer
 
@@ -38,20 +39,24 @@ def answer(address: Address, prompt: list[int], **fields: Any) -> list[int]:
     return ids
 
 
+def counted(address: Address, name: str, least: int) -> int:
+    eventually(lambda: metrics(address)[name] >= least)
+    return metrics(address)[name]
+
+
+def server_with_disk_tier(build: Path, folder: Path) -> TritonServer:
+    package(build)
+    config = RuntimeConfig(
+        kv_cache_mb=64, num_threads=1, prefix_cache_mb=64, prefix_cache_dir=str(folder)
+    )
+    return TritonServer(build / "repository", folder, free_address(), config)
+
+
 def test_hits_salts_opt_out_and_a_restart_after_kill_9(
     tiny_pair_build: Path, tmp_path: Path
 ) -> None:
-    build, folder = tiny_pair_build, tmp_path / FOLDER
-    package(build)
-    config = RuntimeConfig(
-        kv_cache_mb=64, num_threads=1, prefix_cache_mb=64, prefix_cache_dir=str(tmp_path)
-    )
-
-    def counted(address: Address, name: str, least: int) -> int:
-        eventually(lambda: metrics(address)[name] >= least)
-        return metrics(address)[name]
-
-    server = TritonServer(build / "repository", build, free_address(), config)
+    folder = tmp_path / FOLDER
+    server = server_with_disk_tier(tiny_pair_build, tmp_path)
     with server:
         address = server.address
         cold = [answer(address, prompt) for prompt in PROMPTS]
@@ -80,7 +85,7 @@ def test_hits_salts_opt_out_and_a_restart_after_kill_9(
         path.write_bytes(data[: len(data) if rng.random() < 0.5 else rng.randrange(len(data))])
     (folder / "what is this").write_text("?")
 
-    with TritonServer(build / "repository", build, free_address(), config) as server:
+    with server_with_disk_tier(tiny_pair_build, tmp_path) as server:
         address = server.address
         assert [answer(address, prompt) for prompt in PROMPTS] == cold
         log, told = server.log_path, "removed from the prefix cache's disk tier"
@@ -96,3 +101,29 @@ def test_hits_salts_opt_out_and_a_restart_after_kill_9(
         assert not (folder / "what is this").exists()
         # What was damaged has been computed and written again.
         assert [answer(address, prompt) for prompt in PROMPTS] == cold
+
+
+def test_a_full_disk_costs_stored_blocks_and_no_answer(
+    tiny_pair_build: Path, tmp_path: Path
+) -> None:
+    """Writes fail in the decoder's process: none of its files may become as long as a block's."""
+    prompt_blocks = CACHED_TOKENS // BLOCK_TOKENS
+    with server_with_disk_tier(tiny_pair_build, tmp_path) as server:
+        address, decoder = server.address, decoder_of(server.pid)
+        expected = [answer(address, p, disable_prefix_cache=True) for p in PROMPTS]
+        allowed = resource.prlimit(decoder, resource.RLIMIT_FSIZE)
+        resource.prlimit(decoder, resource.RLIMIT_FSIZE, (20_000, allowed[1]))
+        first, *others = PROMPTS
+        for _ in range(2):  # the blocks in memory serve on
+            assert [answer(address, p) for p in others] == expected[1:]
+        told = len(others) * prompt_blocks
+        assert counted(address, "prefix_cache_disk_unwritten_blocks_total", told) >= told
+        assert metrics(address)["prefix_cache_disk_written_blocks_total"] == 0
+        hits = len(others) * CACHED_TOKENS
+        assert counted(address, "prefix_cache_hit_tokens_total", hits) == hits
+        assert server.log_path.read_text().count("could not be written") == 1
+        assert not list((tmp_path / FOLDER).iterdir())
+        resource.prlimit(decoder, resource.RLIMIT_FSIZE, allowed)
+        assert answer(address, first) == expected[0]
+        counted(address, "prefix_cache_disk_written_blocks_total", prompt_blocks)
+        assert len(list((tmp_path / FOLDER).glob("*.pair"))) >= prompt_blocks

@@ -19,7 +19,10 @@ from typing import Any
 
 import pytest
 
+from bench.prompts import run_requests
 from runtime.config import RuntimeConfig
+from runtime.decoder import Model
+from runtime.request import validate_request
 from tests.triton_repo.clients import (
     GrpcStream,
     RefusedError,
@@ -211,6 +214,34 @@ def test_a_client_that_reads_slowly_delays_nobody(address: Address) -> None:
             time.sleep(1)
     eventually(lambda: (settled_metrics(address) - before)["requests_total"] >= 3)
     eventually(lambda: idle(address))
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    server: TritonServer, address: Address, tiny_pair_build: Path
+) -> None:
+    """By a day back and forth at every reading (conftest): no answer, no time, no health."""
+    assert "the wall clock jumped by 172800 s" in server.log_path.read_text()
+    config = RuntimeConfig(kv_cache_mb=64, prefix_cache_mb=0, num_threads=1, policy="off")
+    model = Model(tiny_pair_build / "engines", tiny_pair_build / "hf", config)
+    asked = [{"prompt_ids": [5, i], "max_tokens": 60, "ignore_eos": True} for i in range(7, 11)]
+    requests = [validate_request(fields, model.limits) for fields in asked]
+    expected = run_requests(model.make_loop(), requests)
+    model.close()
+
+    def streamed_ids(fields: dict[str, Any]) -> list[int]:
+        with GrpcStream(address) as stream:
+            return stream.ask(**fields, stream=True, return_output_ids=True).output_ids
+
+    before, started_s = settled_metrics(address), time.monotonic()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(streamed_ids, asked)) == expected
+    now, seconds = settled_metrics(address), time.monotonic() - started_s
+    assert min(now.values()) >= 0
+    gained = now - before
+    assert gained["finished_length_total"] == gained["requests_total"] == len(asked)
+    assert not sum(n for series, n in gained.items() if series.startswith("failures_total"))
+    for name in ("request_seconds", "request_queue_seconds", "time_to_first_token_seconds"):
+        assert 0 < gained[f"{name}_sum"] < len(asked) * seconds
 
 
 def test_no_clock_that_can_jump_is_read() -> None:
