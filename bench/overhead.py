@@ -1,21 +1,20 @@
 """`dspark bench overhead`: what Triton and the glue add to the decoder they serve.
 
-A server and a decoder in this process, both on the same engines, answer the same prompts in turn,
-so that whatever else the machine does meets both alike. Prompts are computed anew each time.
+A server and a decoder in this process, both on the same engines, answer the same prompts one after
+the other, in turns of as many prompts as there are clients, so that whatever else the machine does
+meets both alike; ratios are medians over the turns. Prompts are computed anew each time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import queue
 import statistics
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from bench.client import TIMEOUT_S, Client, Timing
@@ -92,23 +91,21 @@ def _overhead(args: argparse.Namespace) -> int:
     with TritonServer(folder / "repository", folder, Address(), config):
         decoder = Decoder(folder / "engines", folder / "hf", config)
         address = argparse.Namespace(host=Address().client_host, grpc_port=Address().grpc_port)
-        _run([Offline(decoder, config.max_prompt_bytes)], prompts[:1], args.max_new_tokens)
-        _run([Client(address)], prompts[:1], args.max_new_tokens)  # both warm
         for concurrency in map(int, args.concurrency.split(",")):
-            timings: defaultdict[str, list[Timing]] = defaultdict(list)
-            for _ in range(args.turns):
-                askers: dict[str, Sequence[Asker]] = {
-                    "decoder": [
-                        Offline(decoder, config.max_prompt_bytes) for _ in range(concurrency)
-                    ],
-                    "server": [Client(address) for _ in range(concurrency)],
-                }
-                for name, group in askers.items():
-                    timings[name] += _run(group, prompts, args.max_new_tokens)
-            report += [
-                {"concurrency": concurrency, "of": name, **_summary(own)}
-                for name, own in timings.items()
-            ]
+            askers: dict[str, Sequence[Asker]] = {
+                "decoder": [Offline(decoder, config.max_prompt_bytes) for _ in range(concurrency)],
+                "server": [Client(address) for _ in range(concurrency)],
+            }
+            shares = [prompts[i : i + concurrency] for i in range(0, len(prompts), concurrency)]
+            for group in askers.values():
+                _run(group, shares[0], args.max_new_tokens)  # warm
+            timings: dict[str, list[list[Timing]]] = {name: [] for name in askers}
+            for turn, share in enumerate(shares * args.turns):
+                for name in sorted(askers, reverse=bool(turn % 2)):
+                    timings[name].append(_run(askers[name], share, args.max_new_tokens))
+            for asker in itertools.chain(*askers.values()):
+                asker.close()
+            report += [{"concurrency": concurrency, **row} for row in _compare(timings)]
         decoder.close()
     print("  ".join(f"{name:>18}" for name in report[0]))
     for row in report:
@@ -120,25 +117,29 @@ def _overhead(args: argparse.Namespace) -> int:
 
 
 def _run(askers: Sequence[Asker], prompts: list[str], max_tokens: int) -> list[Timing]:
-    """All prompts once, shared by the askers."""
-    work: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for prompt in prompts:
-        work.put(prompt)
-    timings: list[Timing] = []
+    """A prompt for each asker, all at once."""
 
-    def drain(asker: Asker) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                text = work.get_nowait()
-                timings.append(asker.ask(text_input=text, max_tokens=max_tokens, ignore_eos=True))
-        asker.close()
+    def ask(asker: Asker, text: str) -> Timing:
+        return asker.ask(text_input=text, max_tokens=max_tokens, ignore_eos=True)
 
-    threads = [threading.Thread(target=drain, args=(asker,)) for asker in askers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return timings
+    with ThreadPoolExecutor(len(askers)) as pool:
+        return list(pool.map(ask, askers, prompts))
+
+
+def _compare(timings: dict[str, list[list[Timing]]]) -> list[dict[str, Any]]:
+    """A row for each of the two, then how the server's times relate to the decoder's."""
+    rows = [
+        {"of": name, **_summary(list(itertools.chain(*groups)))} for name, groups in timings.items()
+    ]
+    pairs = [
+        (_summary(offline), _summary(served))
+        for offline, served in zip(timings["decoder"], timings["server"], strict=True)
+    ]
+    ratios = {
+        name.removesuffix("_ms"): statistics.median(b[name] / a[name] for a, b in pairs)
+        for name in pairs[0][0]
+    }
+    return [*rows, {"of": "ratio", **ratios}]
 
 
 def _summary(timings: list[Timing]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -326,6 +327,15 @@ def test_text_that_is_not_utf8_is_refused(address: Address) -> None:
         stream.ask(text_input="a", stop_words=[b"\xff"])
 
 
+def test_what_a_prompt_says_is_not_logged(server: TritonServer, address: Address) -> None:
+    secret = "my PIN is 8154"
+    generate(address, text_input=secret, max_tokens=2)
+    for wrong in ({"max_tokens": 0}, {"stop_words": [secret] * 100}):
+        with pytest.raises(RefusedError):
+            generate(address, **{"text_input": secret} | wrong)
+    assert "8154" not in server.log_path.read_text()
+
+
 def test_cancelling_a_grpc_stream_ends_the_request(address: Address) -> None:
     before = settled_metrics(address)
     with GrpcStream(address) as stream:
@@ -428,11 +438,19 @@ def serving(build: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
             lines.append(run.stdout.readline())
             assert lines[-1], f"dspark serve ended early: {lines}"
         (group,) = {os.getpgid(pid) for pid in children_of(run.pid)}
-        yield run, address, lines[-1]
+        try:
+            yield run, address, lines[-1]
+        finally:
+            run.kill()  # which a test that fails leaves running
     eventually(lambda: not living_processes(group))  # the server, its stubs and their watchdog
 
 
-LONG = {"prompt_ids": [5], "max_tokens": 400, "ignore_eos": True, "stream": True}
+LONG = {
+    "prompt_ids": [5],
+    "max_tokens": CONTEXT_TOKENS - 1,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 
 def test_sigterm_lets_running_requests_finish_and_leaves_no_process(tiny_build: Path) -> None:
@@ -447,10 +465,7 @@ def test_sigterm_lets_running_requests_finish_and_leaves_no_process(tiny_build: 
             running.next_response()
             serve.send_signal(signal.SIGTERM)
             eventually(lambda: not is_accepted(late))
-            result, final = running.next_response()
-            while not final:
-                result, final = running.next_response()
-            assert result.as_numpy("finish_reason").item() == b"length"
+            assert to_the_end(running).as_numpy("finish_reason").item() == b"length"
         assert serve.wait(timeout=60) == 0
 
 
@@ -462,16 +477,72 @@ def is_accepted(stream: GrpcStream) -> bool:
     return True
 
 
-def test_a_killed_decoder_ends_the_streams_and_the_server(tiny_build: Path) -> None:
+def test_overload_and_overtime_are_unavailable_and_a_killed_decoder_ends_all(
+    tiny_build: Path,
+) -> None:
     """Triton alone would go on calling itself ready, and the streams would wait for ever."""
-    with serving(tiny_build) as (serve, address, _), GrpcStream(address) as stream:
-        stream.send(**LONG)
-        stream.next_response()
-        (server_pid,) = children_of(serve.pid)
-        os.kill(decoder_of(server_pid), signal.SIGKILL)
-        with pytest.raises(RefusedError):  # noqa: PT012
-            while not stream.next_response()[1]:
-                pass
+    options = "--max-batch-requests 2 --max-queued-requests 3 --request-timeout-s 4"
+    with serving(tiny_build, *options.split()) as (serve, address, _):
+        (server,) = children_of(serve.pid)
+        decoder = decoder_of(server)
+        with GrpcStream(address) as stream:
+            for _ in range(5):
+                stream.send(**LONG)
+            eventually(lambda: metrics(address)["waiting_requests"] == 3)
+            with pytest.raises(RefusedError, match="queue holds its limit of 3 requests"):
+                generate(address, prompt_ids=[5])
+            os.kill(decoder, signal.SIGSTOP)
+            time.sleep(4)
+            os.kill(decoder, signal.SIGCONT)
+            for _ in range(5):
+                with pytest.raises(RefusedError, match="took longer than 4 s"):
+                    to_the_end(stream)
+        eventually(lambda: metrics(address)['failures_total{kind="unavailable"}'] == 6)
+        assert metrics(address)["finished_timeout_total"] == 5
+        check_that_all_end(address, lambda: os.kill(decoder, signal.SIGKILL))
         assert serve.stderr is not None
         assert serve.wait(timeout=30) == 1
         assert "the decoder's process died: ending the server" in serve.stderr.read()
+
+
+def test_a_decoder_that_hangs_ends_the_streams_and_the_server(tiny_build: Path) -> None:
+    with serving(tiny_build, "--stall-timeout-s", "3") as (serve, address, _):
+        (server,) = children_of(serve.pid)
+        decoder = decoder_of(server)
+        check_that_all_end(address, lambda: os.kill(decoder, signal.SIGSTOP))
+        assert serve.stderr is not None
+        assert serve.wait(timeout=30) == 1
+        assert "gave no sign of life for 3 s: ending the server" in serve.stderr.read()
+
+
+def check_that_all_end(address: Address, fault: Callable[[], None]) -> None:
+    """Clients of every kind, who have an answer under way all the time, are told of a fault."""
+    fields = {"prompt_ids": [5], "max_tokens": 100, "ignore_eos": True}
+
+    def ask_on(ask: Callable[[], object]) -> None:
+        while True:
+            ask()
+
+    with GrpcStream(address) as stream, ThreadPoolExecutor() as pool:
+        ways = (
+            lambda: generate(address, **fields),
+            lambda: infer(address, **fields),
+            lambda: list(generate_stream(address, **fields)),
+            lambda: stream.ask(**fields, stream=True),
+        )
+        before = metrics(address)["requests_total"]
+        clients = [pool.submit(ask_on, ask) for ask in ways]
+        eventually(lambda: metrics(address)["requests_total"] >= before + len(ways))
+        fault()
+        for client in clients:
+            with pytest.raises((RefusedError, OSError, http.client.HTTPException)) as told:
+                client.result(timeout=30)
+            assert "queue holds" not in str(told.value)
+
+
+def to_the_end(stream: GrpcStream) -> Any:
+    """The final result of what runs on a stream. Raises RefusedError."""
+    while True:
+        result, final = stream.next_response()
+        if final:
+            return result

@@ -252,7 +252,6 @@ def test_no_clock_that_can_jump_is_read() -> None:
     assert not [path.name for path in sources if wall_clock.search(path.read_text())]
 
 
-@pytest.mark.skipif(not FULL_SIZE, reason="starts another server; run by `make soak`")
 def test_a_full_disk_for_the_log_stops_nothing(tiny_pair_build: Path) -> None:
     config = RuntimeConfig(kv_cache_mb=64, prefix_cache_mb=8, num_threads=1)
     build = tiny_pair_build
