@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.prompts import read_prompts
-from export.embedded import NAME
-from runtime.cli import run_guarded
+from runtime.cli import add_folder_arguments, run_guarded
 from runtime.config import ConfigError, RuntimeConfig
 from triton_repo.contract import MODEL_NAME
 from triton_repo.server import Address, ServerError, TritonServer
@@ -61,10 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Start the server, run perf_analyzer on it for each policy, print a table.",
         allow_abbrev=False,
     )
-    parser.add_argument("--name", default=NAME, help="built model (default: %(default)s)")
-    parser.add_argument(
-        "--build-dir", type=Path, default=Path("build"), help="default: %(default)s"
-    )
+    add_folder_arguments(parser)
     parser.add_argument(
         "--concurrency",
         default="1:8",

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from bench.load import plot, print_table
 from bench.record import Recording, load_recording
 from runtime.calibration import load_calibration
-from runtime.cli import run_guarded
+from runtime.cli import add_folder_arguments, run_guarded
 from runtime.config import RuntimeConfig
 from runtime.cost import parse_cost
 from runtime.load import LoadGauge
@@ -77,8 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "table or another's, up to thousands of requests at once.",
         allow_abbrev=False,
     )
-    parser.add_argument("--name", default="smollm2", help="built model (default: %(default)s)")
-    parser.add_argument("--build-dir", type=Path, default=Path("build"))
+    add_folder_arguments(parser)
     parser.add_argument(
         "--rounds", type=Path, required=True, metavar="FILE", help="from `dspark bench record`"
     )

@@ -24,12 +24,17 @@ _OTHERS = ("prompt_ids", "max_tokens", "stream", "policy")
 _REQUEST_OPTIONS = [p for p in PARAMETERS.values() if p.name not in _OTHERS and not p.unserved]
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which built model to open, and on how many threads; shared by every offline command."""
+def add_folder_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which built model; shared by every command that uses one."""
     parser.add_argument("--name", default="smollm2", help="built model (default: %(default)s)")
     parser.add_argument(
         "--build-dir", type=Path, default=Path("build"), help="default: %(default)s"
     )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which built model to open, and on how many threads; shared by every offline command."""
+    add_folder_arguments(parser)
     parser.add_argument(
         "--threads",
         type=int,

@@ -8,11 +8,10 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 
-from export.embedded import NAME
 from export.errors import ExportError
+from runtime.cli import add_folder_arguments
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.manifest import ManifestError
 from triton_repo.contract import MODEL_NAME
@@ -38,7 +37,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Make build/NAME/repository from build/NAME/engines and build/NAME/hf.",
         allow_abbrev=False,
     )
-    _add_common(parser)
+    add_folder_arguments(parser)
     parser.add_argument(
         "--standalone",
         action="store_true",
@@ -53,7 +52,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Start Triton on build/NAME/repository; Ctrl-C stops everything it started.",
         allow_abbrev=False,
     )
-    _add_common(parser)
+    add_folder_arguments(parser)
     address = Address()
     parser.add_argument(
         "--host", default=address.host, help="address to listen on (default: %(default)s)"
@@ -83,13 +82,6 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             help="default: %(default)s",
         )
     parser.set_defaults(func=run_serve)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default=NAME, help="built model (default: %(default)s)")
-    parser.add_argument(
-        "--build-dir", type=Path, default=Path("build"), help="default: %(default)s"
-    )
 
 
 def run_package(args: argparse.Namespace) -> int:

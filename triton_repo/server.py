@@ -36,6 +36,7 @@ ADMIN_ENDPOINTS = "model-repository,shared-memory,trace,logging"
 # server. With the usual 8 MB, 10 MB of prompt would. Only address space is taken, not memory.
 HTTP_STACK_BYTES = 256 << 20
 _POLL_S = 0.1
+_SHARED_MEMORY = Path("/dev/shm")  # where the Python backend and its stubs meet
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _QUOTED_LINES = 5
@@ -128,6 +129,8 @@ class TritonServer:
         self._work_dir = work_dir
         self._config = config or RuntimeConfig()
         self._admin_key = admin_key or secrets.token_hex(16)
+        # Of the files there; what a killed server leaves is found by it.
+        self._shared_memory_prefix = f"dspark-{os.getpid()}-{secrets.token_hex(4)}-"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> TritonServer:
@@ -171,6 +174,7 @@ class TritonServer:
             str(installation.tritonserver),
             f"--model-repository={self.repository}",
             f"--backend-directory={installation.backends}",
+            f"--backend-config=python,shm-region-prefix-name={self._shared_memory_prefix}",
             "--model-control-mode=none",
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={math.ceil(self._config.drain_timeout_s)}",
@@ -254,6 +258,8 @@ class TritonServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for path in _SHARED_MEMORY.glob(f"{self._shared_memory_prefix}*"):
+            path.unlink(missing_ok=True)
 
 
 def _end_with_parent() -> None:
