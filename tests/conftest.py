@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not NVIDIA_DEVICE.exists():
+    tensorrt = TARGET == "tensorrt" or importlib.util.find_spec("tensorrt")
+    if item.get_closest_marker("gpu") and not (NVIDIA_DEVICE.exists() and tensorrt):
         pytest.skip("needs an NVIDIA GPU and TensorRT (pip install '.[tensorrt]'): make test-gpu")
 
 

@@ -33,8 +33,8 @@ OPERATORS = ("__init__", "__bool__")
 def surface(module: Any) -> list[str]:
     """Members of `CLASSES`: `Class.member`, with parameters where it is called.
 
-    A parameter with a default ends in `=`, a method returning one of `CLASSES` in `-> Class`; an
-    overloaded method has one entry for each.
+    A parameter with a default ends in `=`, a method returning one of `CLASSES` in `-> Class`, a
+    property that can be set in ` =`; an overloaded method has one entry for each.
     """
     lines = set()
     for name in CLASSES:
@@ -44,7 +44,8 @@ def surface(module: Any) -> list[str]:
                 continue
             value = getattr(cls, member)
             signatures = _signatures(member, value.__doc__ or "") if callable(value) else []
-            lines |= {f"{name}.{member}{signature}" for signature in signatures or [""]}
+            settable = " =" if getattr(value, "fset", None) else ""
+            lines |= {f"{name}.{member}{signature}" for signature in signatures or [settable]}
     return sorted(lines)
 
 

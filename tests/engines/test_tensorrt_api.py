@@ -49,6 +49,7 @@ class Member(NamedTuple):
     required: int = 0
     parameters: tuple[str, ...] | None = None
     returned: str = ""
+    settable: bool = False
 
 
 Api = dict[str, list[Member]]
@@ -60,7 +61,7 @@ def parse(lines: list[str]) -> Api:
     for line in lines:
         name, _, rest = line.partition("(")
         if not rest:
-            api[name].append(Member())
+            api[name.removesuffix(" =")].append(Member(settable=name.endswith(" =")))
             continue
         inside, _, returned = rest.partition(")")
         parts = [p for p in inside.split(", ") if p]
@@ -80,6 +81,7 @@ class Use(NamedTuple):
     name: str
     arguments: int | None
     place: str
+    is_set: bool = False
 
 
 def uses(source: str) -> list[Use]:
@@ -97,7 +99,8 @@ def uses(source: str) -> list[Use]:
             elif name == "__init__" and arguments is not None:
                 arguments -= 1  # of a base class, which is given self
             if owner in CLASSES:
-                found.append(Use(f"{owner}.{name}", arguments, place))
+                is_set = isinstance(node.ctx, ast.Store)
+                found.append(Use(f"{owner}.{name}", arguments, place, is_set))
         elif isinstance(node, ast.ClassDef):
             bases = [ast.unparse(b).removeprefix("trt.") for b in node.bases]
             overridden = (f for f in node.body if isinstance(f, ast.FunctionDef))
@@ -129,7 +132,7 @@ USES = [use for source in SOURCES for use in uses(source)]
 def lacks(api: Api, use: Use) -> bool:
     members = api.get(use.name, [])
     if use.arguments is None:
-        return not members
+        return not any(m.settable or not use.is_set for m in members)
     return not any(
         m.parameters is not None and m.required <= use.arguments <= len(m.parameters)
         for m in members
@@ -154,6 +157,7 @@ def test_a_name_that_is_gone_or_called_otherwise_is_noticed() -> None:
     assert lacks(eleven, Use("BuilderFlag.FP16", None, ""))
     assert lacks(eleven, Use("ICudaEngine.device_memory_size", None, ""))
     assert lacks(eleven, Use("IExecutionContext.set_device_memory", 1, ""))
+    assert lacks(eleven, Use("ICudaEngine.num_io_tensors", None, "", is_set=True))
     assert not lacks(eleven, Use("IExecutionContext.set_device_memory", 2, ""))
 
 
