@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.build import TENSORRT
+from export.progress import say
 from runtime.manifest import load_manifest
 
 # Widths of Qwen/Qwen3-4B, and of a drafter as DeepSpec trains for it.
@@ -98,6 +99,7 @@ def _run(args: argparse.Namespace) -> int:
             return 1
         for command, stage in stages.items():
             report[command][name] = stage
+            say(f"{command}, {name}: {stage.seconds:.0f} s, peak {stage.peak_bytes / GB:.1f} GB")
     for stages in report.values():
         low, high, _ = stages.values()
         stages[f"about {TARGET_LAYERS} layers"] = estimate(few, low, many, high)
