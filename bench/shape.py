@@ -46,6 +46,7 @@ class Stage:
     """One command: its time, its peak resident memory, and what it left."""
 
     seconds: float
+    cpu_seconds: float  # of all threads; unlike the time, no matter what else the machine does
     peak_bytes: int
     verifier_bytes: int
     drafter_bytes: int  # 0 without a drafter
@@ -163,7 +164,8 @@ def _stages(folder: Path, args: argparse.Namespace, with_drafter: bool) -> dict[
             return None
         artifacts = load_manifest(folder / "pair" / output).artifacts
         sizes = [artifacts[n].bytes if n in artifacts else 0 for n in ("verifier", "drafter")]
-        stages[command[0]] = Stage(seconds, usage.ru_maxrss << 10, *sizes)
+        cpu_seconds = usage.ru_utime + usage.ru_stime
+        stages[command[0]] = Stage(seconds, cpu_seconds, usage.ru_maxrss << 10, *sizes)
     return stages
 
 
@@ -176,6 +178,7 @@ def estimate(few: int, low: Stage, many: int, high: Stage) -> Stage:
 
     return Stage(
         extended(low.seconds, high.seconds),
+        extended(low.cpu_seconds, high.cpu_seconds),
         round(extended(low.peak_bytes, high.peak_bytes)),
         round(extended(low.verifier_bytes, high.verifier_bytes)),
         0,
@@ -183,10 +186,12 @@ def estimate(few: int, low: Stage, many: int, high: Stage) -> Stage:
 
 
 def _print_table(report: Report) -> None:
-    print(f"{'':>6}  {'':>20}  {'seconds':>8}  {'peak GB':>8}  {'verifier GB':>11}  drafter GB")
+    columns = f"{'seconds':>8}  {'of CPU':>8}  {'peak GB':>8}  {'verifier GB':>11}  drafter GB"
+    print(f"{'':>6}  {'':>20}  {columns}")
     for command, stages in report.items():
         for name, stage in stages.items():
             print(
-                f"{command:>6}  {name:>20}  {stage.seconds:>8.0f}  {stage.peak_bytes / GB:>8.1f}  "
-                f"{stage.verifier_bytes / GB:>11.2f}  {stage.drafter_bytes / GB:>10.2f}"
+                f"{command:>6}  {name:>20}  {stage.seconds:>8.0f}  {stage.cpu_seconds:>8.0f}  "
+                f"{stage.peak_bytes / GB:>8.1f}  {stage.verifier_bytes / GB:>11.2f}  "
+                f"{stage.drafter_bytes / GB:>10.2f}"
             )
