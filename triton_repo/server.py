@@ -40,6 +40,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # where the Python backend and its stubs meet
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _QUOTED_LINES = 5
+_QUOTED_BYTES = 1 << 16  # of the log's end, which may be long by then
 
 
 class ServerError(Exception):
@@ -232,7 +233,9 @@ class TritonServer:
 
     def last_words(self) -> str:
         """What the end of the log says, for a message; ends with the place of the whole log."""
-        text = self.log_path.read_text(errors="replace")
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _QUOTED_BYTES))
+            text = log.read(_QUOTED_BYTES).decode(errors="replace")
         refusal = re.search(r"failed to load .*?: Internal: \w+: (.+?)(?:\\n|\"?$)", text, re.M)
         if refusal:  # what model.py raised
             return f"{refusal[1]} (log: {self.log_path})"

@@ -57,6 +57,7 @@ def test_hits_salts_opt_out_and_a_restart_after_kill_9(
 ) -> None:
     folder = tmp_path / FOLDER
     server = server_with_disk_tier(tiny_pair_build, tmp_path)
+    server.log_path = Path("/dev/full")  # whose disk has no room for a log
     with server:
         address = server.address
         cold = [answer(address, prompt) for prompt in PROMPTS]
