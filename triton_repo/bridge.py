@@ -350,7 +350,7 @@ class Bridge:
             self._failures[failure.kind] += 1
 
     def _run(self) -> None:
-        next_tick_s = time.monotonic()
+        next_tick_s = time.monotonic() + HOUSEKEEPING_PERIOD_S  # `on_tick` may use the bridge
         while True:
             try:
                 wait_s = max(0.0, next_tick_s - time.monotonic())
