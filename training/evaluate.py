@@ -72,12 +72,13 @@ def score_sequence(
     batch = make_batch([(sequence, anchors)], g, to_draft, device)
     everywhere = torch.ones_like(batch.keep)
     logits, confidence = drafter(batch.packed, batch.previous_ids, everywhere)
-    log_draft = torch.log_softmax(logits, dim=-1)
+    log_total = logits.logsumexp(dim=-1, keepdim=True)
     top_ids = to_draft[batch.top_ids.flatten(0, 1)]
-    overlap, _ = acceptance(log_draft, top_ids, batch.top_probs.flatten(0, 1))
+    overlap, _ = acceptance(logits, log_total, top_ids, batch.top_probs.flatten(0, 1))
     best = drafter.draft_to_target[logits.argmax(dim=-1)].view_as(batch.label_ids)
     labels = to_draft[batch.label_ids.flatten()]
-    q_label = log_draft.gather(1, labels.clamp(min=0)[:, None])[:, 0].exp() * (labels >= 0)
+    label_log_q = (logits.gather(1, labels.clamp(min=0)[:, None]) - log_total)[:, 0]
+    q_label = label_log_q.exp() * (labels >= 0)
     found = batch.top_ids.flatten(0, 1) == batch.label_ids.flatten()[:, None]
     top_probs = batch.top_probs.flatten(0, 1)
     # A token outside the cached top K is less likely than the last of them.

@@ -12,7 +12,7 @@ byte a sequence, set after its arrays are written. Several processes may read wh
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +22,11 @@ import numpy.typing as npt
 import torch
 
 from training.store import TokenStore
-from training.target import Target
+from training.target import Target, TargetOutput
 
 FP16_MAX = 65504.0
+BATCH_TOKENS = 2048  # of one pass of the target, padding included
+SORTED_SEQUENCES = 64  # put in order of length before they are batched
 
 
 class CacheError(ValueError):
@@ -122,27 +124,43 @@ class FeatureCache:
         ``progress`` is called with the number of tokens of each sequence done. An overflow of the
         fp16 features is an error that names layer and value: clipping would be silent damage.
         """
-        for index in order:
-            if self._done[index] == 1:
-                continue
-            meta = self.store.metas[index]
-            begin = int(self.store.offsets[index])
-            ids = torch.from_numpy(self.store.sequence(index)).to(device)
-            out = target.forward(ids, first=meta.a - 1)
-            peak = float(out.features.abs().max())
-            if not peak < FP16_MAX:
-                raise CacheError(
-                    f"a feature of sequence {index} is {peak:.3g}, above the fp16 limit "
-                    f"{FP16_MAX:.0f}; tap other layers than {list(target.layer_ids)}"
-                )
-            top = torch.topk(out.logits, self.spec.top_k, dim=-1)
-            logprobs = top.values - torch.logsumexp(out.logits, dim=-1, keepdim=True)
-            self._features[begin : begin + meta.n] = out.features.half().cpu().numpy()
-            rows = slice(begin + meta.a - 1, begin + meta.n)
-            self._top_ids[rows] = top.indices.cpu().numpy()
-            self._top_logprobs[rows] = logprobs.half().cpu().numpy()
-            self._done[index] = 1  # last: readers look at nothing of a sequence before this
-            progress(meta.n)
+        missing = [index for index in order if self._done[index] != 1]
+        for batch in self._batches(missing):
+            metas = [self.store.metas[index] for index in batch]
+            ids = [torch.from_numpy(self.store.sequence(index)).to(device) for index in batch]
+            outputs = target.forward_batch(ids, [meta.a - 1 for meta in metas])
+            for index, out in zip(batch, outputs, strict=True):
+                self._write(index, out)
+                progress(self.store.metas[index].n)
+
+    def _batches(self, indices: list[int]) -> Iterator[list[int]]:
+        """Sequences of like lengths together, in nearly the given order."""
+        for start in range(0, len(indices), SORTED_SEQUENCES):
+            window = indices[start : start + SORTED_SEQUENCES]
+            batch: list[int] = []
+            for index in sorted(window, key=lambda index: self.store.metas[index].n):
+                if batch and (len(batch) + 1) * self.store.metas[index].n > BATCH_TOKENS:
+                    yield batch
+                    batch = []
+                batch.append(index)
+            yield batch
+
+    def _write(self, index: int, out: TargetOutput) -> None:
+        meta = self.store.metas[index]
+        begin = int(self.store.offsets[index])
+        peak = float(out.features.abs().max())
+        if not peak < FP16_MAX:
+            raise CacheError(
+                f"a feature of sequence {index} is {peak:.3g}, above the fp16 limit "
+                f"{FP16_MAX:.0f}; tap other layers than {list(self.spec.layer_ids)}"
+            )
+        top = torch.topk(out.logits, self.spec.top_k, dim=-1)
+        logprobs = top.values - torch.logsumexp(out.logits, dim=-1, keepdim=True)
+        self._features[begin : begin + meta.n] = out.features.half().cpu().numpy()
+        rows = slice(begin + meta.a - 1, begin + meta.n)
+        self._top_ids[rows] = top.indices.cpu().numpy()
+        self._top_logprobs[rows] = logprobs.half().cpu().numpy()
+        self._done[index] = 1  # last: readers look at nothing of a sequence before this
 
 
 def _array(path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> np.memmap:

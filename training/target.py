@@ -125,16 +125,27 @@ class Target:
         """Output projection [V, d] (the embedding itself where tied)."""
         return self.model.get_output_embeddings().weight  # type: ignore[operator]
 
-    @torch.inference_mode()
     def forward(self, token_ids: Tensor, first: int = 0) -> TargetOutput:
         """Run one sequence ``token_ids`` [n] int64; logits start at position ``first``."""
-        keep = token_ids.shape[0] - first
-        out = self.model(
-            input_ids=token_ids[None],
-            output_hidden_states=True,
-            use_cache=False,
-            logits_to_keep=keep,
+        return self.forward_batch([token_ids], [first])[0]
+
+    @torch.inference_mode()
+    def forward_batch(
+        self, token_ids: Sequence[Tensor], first: Sequence[int]
+    ) -> list[TargetOutput]:
+        """`forward` for several sequences in one pass, padded at their ends to the longest."""
+        # Attention is causal, so what stands after a sequence's end does not reach it.
+        padded = nn.utils.rnn.pad_sequence(list(token_ids), batch_first=True)
+        out = self.model.get_decoder()(  # type: ignore[operator]
+            input_ids=padded, output_hidden_states=True, use_cache=False
         )
         # hidden_states[0] is the embedding, so layer i's output is hidden_states[i + 1].
-        taps = [out.hidden_states[i + 1][0] for i in self.layer_ids]
-        return TargetOutput(torch.cat(taps, dim=-1), out.logits[0])
+        taps = [out.hidden_states[i + 1] for i in self.layer_ids]
+        results = []
+        for row, (ids, start) in enumerate(zip(token_ids, first, strict=True)):
+            features = torch.cat([tap[row, : len(ids)] for tap in taps], dim=-1)
+            logits = self.model.get_output_embeddings()(  # type: ignore[operator]
+                out.last_hidden_state[row, start : len(ids)]
+            )
+            results.append(TargetOutput(features, logits))
+        return results

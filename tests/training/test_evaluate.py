@@ -91,7 +91,7 @@ def test_ratio_estimate_is_the_acceptance_probability() -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(1, 20, generator=generator).softmax(dim=-1)
     q = torch.randn(1, 20, generator=generator).softmax(dim=-1)
-    overlap, _ = acceptance(q.log(), torch.arange(20)[None], p)
+    overlap, _ = acceptance(q.log(), torch.zeros(1, 1), torch.arange(20)[None], p)
     assert float((p * (q / p).clamp(max=1)).sum()) == pytest.approx(float(overlap), rel=1e-5)
 
 

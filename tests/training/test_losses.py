@@ -12,7 +12,7 @@ from tests.training.tiny import HIDDEN, VOCAB, tiny_drafter
 from training.batches import Batch, make_batch
 from training.drafter import target_to_draft
 from training.features import CachedSequence
-from training.losses import LossWeights, acceptance, drafter_loss, position_weights
+from training.losses import LossWeights, TokenLoss, acceptance, drafter_loss, position_weights
 
 
 def random_sequence(n: int = 20, start: int = 5, seed: int = 0) -> CachedSequence:
@@ -35,11 +35,12 @@ def test_acceptance_is_one_minus_half_the_l1_distance() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(VOCAB, generator=generator)[:30].sort().values
     to_draft = target_to_draft(ids, VOCAB)
-    log_q = torch.randn(7, 30, generator=generator).log_softmax(dim=-1)
+    logits = torch.randn(7, 30, generator=generator)
+    log_total = logits.logsumexp(dim=-1, keepdim=True)
     p = torch.randn(7, VOCAB, generator=generator).softmax(dim=-1)
-    q_full = torch.zeros(7, VOCAB).index_copy(1, ids, log_q.exp())
+    q_full = torch.zeros(7, VOCAB).index_copy(1, ids, logits.softmax(dim=-1))
     top = p.sort(dim=-1, descending=True)
-    overlap, _ = acceptance(log_q, to_draft[top.indices], top.values)
+    overlap, _ = acceptance(logits, log_total, to_draft[top.indices], top.values)
     torch.testing.assert_close(overlap, 1 - (q_full - p).abs().sum(dim=-1) / 2)
 
 
@@ -84,6 +85,34 @@ def test_loss_is_the_weighted_sum_of_its_definitions() -> None:
                 break  # the rest of the block can never be reached
     expected = (0.1 * ce + 0.9 * l1 + 1.0 * bce + 0.5 * kl) / weight_sum
     assert math.isclose(float(loss.total.detach()), expected, rel_tol=1e-4)
+
+
+def test_the_written_out_gradient_is_that_of_automatic_differentiation() -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randperm(VOCAB, generator=generator)[:30].sort().values
+    to_draft = target_to_draft(ids, VOCAB)
+    logits = torch.randn(9, 30, generator=generator, dtype=torch.float64, requires_grad=True)
+    top = torch.randn(9, VOCAB, generator=generator, dtype=torch.float64).softmax(dim=-1).topk(12)
+    top_ids = to_draft[top.indices]
+    labels = to_draft[torch.randint(VOCAB, (9,), generator=generator)]
+    assert (labels < 0).any()
+    assert (labels >= 0).any()
+    weights = LossWeights(0.3, 0.9, 1.0, 0.7)
+    row_weights = torch.rand(9, generator=generator, dtype=torch.float64)
+
+    log_q = logits.log_softmax(dim=-1)
+    drafted = top_ids >= 0
+    top_log_q = log_q.gather(1, top_ids.clamp(min=0))
+    smaller = torch.where(drafted, torch.minimum(top_log_q.exp(), top.values), 0.0)
+    label_log_q = log_q.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
+    rows = -0.3 * label_log_q + 1.8 * (1 - smaller.sum(dim=1))
+    rows = rows - 0.7 * torch.where(drafted, top.values * top_log_q, 0.0).sum(dim=1)
+    expected = (row_weights * rows).sum()
+    total, *_ = TokenLoss.apply(logits, labels, top_ids, top.values, row_weights, weights)
+    torch.testing.assert_close(total, expected)
+    (wanted,) = torch.autograd.grad(2 * expected, logits)
+    (found,) = torch.autograd.grad(2 * total, logits)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_confidence_target_carries_no_gradient_to_the_draft() -> None:
