@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import queue
 import time
 import urllib.request
@@ -32,11 +33,21 @@ def add_address_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Timing(NamedTuple):
-    """When a request was sent and its responses came (perf_counter), and its output tokens."""
+    """When a request was sent and its responses came (perf_counter), and its tokens by then."""
 
     start_s: float
     times_s: list[float]
-    num_output_tokens: int
+    tokens: list[int]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of the whole answer."""
+        return self.tokens[-1]
+
+    def tokens_until(self, end_s: float) -> int:
+        """Output tokens that had come at a time."""
+        responses = bisect.bisect_right(self.times_s, end_s)
+        return self.tokens[responses - 1] if responses else 0
 
 
 class Client:
@@ -59,15 +70,16 @@ class Client:
             [grpc_input(name, value) for name, value in {**fields, "stream": True}.items()],
             enable_empty_final_response=True,
         )
-        times, final, result = [], False, None
+        times, results, final = [], [], False
         while not final:
             at, result, error = self._events.get(timeout=TIMEOUT_S)
             if error is not None:
                 raise error
             times.append(at)
+            results.append(result)
             final = result.get_response().parameters["triton_final_response"].bool_param
-        assert result is not None
-        return Timing(start, times, int(result.as_numpy("num_output_tokens").item()))
+        tokens = [int(result.as_numpy("num_output_tokens").item()) for result in results]
+        return Timing(start, times, tokens)
 
     def close(self) -> None:
         """End the stream."""

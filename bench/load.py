@@ -2,7 +2,9 @@
 
 Closed-loop gRPC clients send the prompts of all sets, mixed, half of them greedy and half at
 temperature 1. Every slice of the run gives the same requests to each policy in turn, in an order
-that rotates, so that whatever else the machine does meets them all alike.
+that rotates, so that whatever else the machine does meets them all alike. Throughput is that of the
+time in which all clients are busy: once the first has found no more work, the tail of a slice would
+count against a policy under which requests differ in speed.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Work(NamedTuple):
 class Tally:
     """What one policy did at one concurrency."""
 
-    seconds: float = 0.0
+    seconds: float = 0.0  # with all clients busy
+    tokens: int = 0  # that came in this time
     timings: list[tuple[Work, Timing]] = field(default_factory=list)
     change: Counter[str] = field(default_factory=Counter)
     loads: list[float] = field(default_factory=list)
@@ -95,7 +98,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--requests",
         type=int,
-        default=2,
+        default=3,
         metavar="N",
         help="that each client sends in a slice, one after another (default: %(default)s)",
     )
@@ -166,6 +169,7 @@ def _slice(
     before = server_metrics(args)
     clients = [Client(args) for _ in range(concurrency)]
     done = threading.Event()
+    idle_since_s: list[float] = []
 
     def drain(client: Client) -> list[tuple[Work, Timing]]:
         own: list[tuple[Work, Timing]] = []
@@ -173,6 +177,7 @@ def _slice(
             try:
                 item = waiting.get_nowait()
             except queue.Empty:
+                idle_since_s.append(time.perf_counter())
                 return own
             timing = client.ask(
                 text_input=item.text,
@@ -194,7 +199,8 @@ def _slice(
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         timings = [timing for own in pool.map(drain, clients) for timing in own]
-    tally.seconds += time.perf_counter() - start
+    tally.seconds += idle_since_s[0] - start
+    tally.tokens += sum(timing.tokens_until(idle_since_s[0]) for _, timing in timings)
     done.set()
     watcher.join()
     for client in clients:
@@ -215,7 +221,7 @@ def _result(concurrency: int, policy: str, tally: Tally) -> dict[str, Any]:
     return {
         "concurrency": concurrency,
         "policy": policy,
-        "tokens_per_s": sum(t.num_output_tokens for _, t in timings) / tally.seconds,
+        "tokens_per_s": tally.tokens / tally.seconds,
         "user_tokens_per_s": statistics.mean(per_user) if per_user else 0.0,
         "accepted_length": 1 + accepted / rounds if rounds else 0.0,
         "verified_per_round": verified / rounds if rounds else 0.0,

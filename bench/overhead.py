@@ -53,12 +53,13 @@ class Offline:
         )
         events: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
         self._decoder.submit(request, lambda out: events.put((time.perf_counter(), out)))
-        times = []
+        times, tokens = [], []
         while True:
             at, output = events.get(timeout=TIMEOUT_S)
             times.append(at)
+            tokens.append(output.num_output_tokens)
             if output.finish_reason is not None:
-                return Timing(start, times, output.num_output_tokens)
+                return Timing(start, times, tokens)
 
     def close(self) -> None:
         """Nothing to end."""

@@ -8,6 +8,7 @@ verified now if that is fewer. Steps take what the cost table says.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections import deque
@@ -46,7 +47,7 @@ class SimulatedSequence:
     request: _Mode
     num_prompt: int
     max_tokens: int
-    rounds: Iterator[tuple[NDArray[np.float32], int]]  # confidence logits [g], accepted
+    rounds: Iterator[tuple[NDArray[np.float32], int]]  # signals [g, 2], accepted
     speculates: bool = True
     num_computed: int = 0
     num_drafter_computed: int = 0
@@ -54,8 +55,8 @@ class SimulatedSequence:
     survivals: deque[NDArray[np.float64]] = field(
         default_factory=lambda: deque(maxlen=HISTORY_ROUNDS)
     )
-    start_s: float = 0.0
     first_s: float = 0.0
+    end_s: float = 0.0
 
     @property
     def num_pending(self) -> int:
@@ -140,8 +141,11 @@ def simulate(
     max_new_tokens: int,
     num_requests: int,
 ) -> dict[str, Any]:
-    """Closed-loop clients under one policy; the fields that `dspark bench load` reports too."""
-    block = recording.rounds.logits.shape[1]
+    """Closed-loop clients under one policy; the fields that `dspark bench load` reports too.
+
+    As there, it ends once the first client finds no more work.
+    """
+    block = recording.rounds.signals.shape[1]
     config = RuntimeConfig(max_batch_requests=concurrency)
     metrics, gauge = Metrics(), LoadGauge(config)
     scheduler: Scheduler[SimulatedSequence] = Scheduler(
@@ -149,14 +153,12 @@ def simulate(
     )
     arrivals = _requests(recording, max_new_tokens, num_requests)
     running: list[SimulatedSequence] = []
-    now, tokens, verified_tokens, rounds, accepted_tokens = 0.0, 0, 0, 0, 0
-    per_user, waiting = [], num_requests
-    while waiting or running:
-        while waiting and len(running) < concurrency:
-            sequence = next(arrivals)
-            sequence.start_s = now
-            running.append(sequence)
-            waiting -= 1
+    finished: list[SimulatedSequence] = []
+    now, verified_tokens, rounds, accepted_tokens = 0.0, 0, 0, 0
+    while True:
+        running += itertools.islice(arrivals, concurrency - len(running))
+        if len(running) < concurrency:
+            break
         decoding = [s for s in running if s.is_decoding]
         scheduler.plan(decoding)
         step_s, outcome = _decode(scheduler, decoding, block)
@@ -176,10 +178,11 @@ def simulate(
             if sequence.is_decoding and not sequence.first_s:
                 sequence.first_s = now
             if sequence.num_output >= sequence.max_tokens:
-                tokens += sequence.num_output
-                if sequence.num_output > 1:
-                    per_user.append((sequence.num_output - 1) / (now - sequence.first_s))
+                sequence.end_s = now
+                finished.append(sequence)
         running = [s for s in running if s.num_output < s.max_tokens]
+    tokens = sum(s.num_output for s in running + finished)
+    per_user = [(s.num_output - 1) / (s.end_s - s.first_s) for s in finished if s.num_output > 1]
     return {
         "concurrency": concurrency,
         "policy": policy,
@@ -202,7 +205,7 @@ def _decode(
     if drafted:
         caps = np.array([min(block, s.max_tokens - s.num_output - 1) for s in drafted])
         drafts = [next(s.rounds) for s in drafted]
-        lengths = scheduler.lengths(drafted, caps, np.stack([logits for logits, _ in drafts]))
+        lengths = scheduler.lengths(drafted, caps, np.stack([signals for signals, _ in drafts]))
         for s, (_, accepted), length in zip(drafted, drafts, lengths.tolist(), strict=True):
             outcome[s] = (length, min(accepted, length))
             new_context += s.num_pending
@@ -245,7 +248,7 @@ def _rounds_of(
     """A request's rounds in their order, from the beginning again when they run out."""
     while True:
         for row in rows:
-            yield recording.rounds.logits[row], int(recording.rounds.accepted[row])
+            yield recording.rounds.signals[row], int(recording.rounds.accepted[row])
 
 
 def compare(
