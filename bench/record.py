@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench.prompts import read_prompts
 from engines.calibrate import RoundLog, Rounds, errors, outcomes
-from runtime.calibration import Calibration, load_calibration, sigmoid
+from runtime.calibration import Calibration, head_confidence, load_calibration
 from runtime.cli import add_model_arguments, open_model, run_guarded
 from runtime.config import ConfigError
 from runtime.cost import TableError
@@ -46,9 +46,9 @@ class Recording:
     def survival(self, calibration: Calibration | None) -> NDArray[np.float64]:
         """a_k [n, g] of all rounds, calibrated if there is a calibration."""
         if calibration is None:
-            return np.cumprod(sigmoid(self.rounds.logits), axis=1)
+            return np.cumprod(head_confidence(self.rounds.signals), axis=1)
         greedy = self.greedy[self.rounds.request]
-        return np.cumprod(calibration.confidence(self.rounds.logits, greedy), axis=1)
+        return np.cumprod(calibration.confidence(self.rounds.signals, greedy), axis=1)
 
     def learned_survival(self, calibration: Calibration) -> NDArray[np.float64]:
         """a_k [n, g] as a server that starts with this calibration comes to see them.
@@ -56,7 +56,7 @@ class Recording:
         It meets the requests BATCH at a time in an order that mixes them, and learns from outcomes.
         """
         experience = Experience(calibration)
-        result = np.empty(self.rounds.logits.shape)
+        result = np.empty(self.rounds.signals.shape[:2])
         arrivals = np.random.default_rng(0).permutation(len(self.greedy)).tolist()
         running: list[list[int]] = []  # rows of each request that are still to come
         while arrivals or running:
@@ -65,8 +65,8 @@ class Recording:
             running = [rows for rows in running if rows]
             for row in [rows.pop() for rows in running]:
                 greedy = self.greedy[self.rounds.request[row]]
-                logits, mode = self.rounds.logits[row], np.array([greedy])
-                confidence = calibration.confidence(logits[None], mode, experience.offsets)[0]
+                signals = self.rounds.signals[row : row + 1]
+                confidence = experience.confidence(signals, np.array([greedy]))[0]
                 result[row] = np.cumprod(confidence)
                 outcome = int(self.rounds.verified[row]), int(self.rounds.accepted[row])
                 experience.add_outcome(bool(greedy), confidence, *outcome)
@@ -83,7 +83,7 @@ def load_recording(path: Path) -> Recording:
     """Read what `Recording.save` wrote. Raises ConfigError when the file is something else."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            names = ("logits", "verified", "accepted", "request")
+            names = ("signals", "verified", "accepted", "request")
             rounds = Rounds(*(arrays[name] for name in names))
             return Recording(rounds, arrays["greedy"], arrays["prompt_tokens"])
     except (KeyError, ValueError) as error:

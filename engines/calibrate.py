@@ -1,10 +1,10 @@
 """Fits what turns the drafter's confidences into probabilities: `engines/calibration`.
 
 Drafts of self-made prompts are verified as a whole and their outcomes recorded. Position by
-position, left to right, c_k = sigmoid(z_k / T_k + b_k) is fitted so that the *product* c_1 ... c_k
-matches how often k tokens survive, earlier positions held fixed (DSpark section 3.3, sequential
-temperature scaling). Two differences: the offset b_k (see `runtime.calibration`), and the log loss
-as criterion, because with an offset the calibration error alone is least for a constant.
+position, left to right, c_k = sigmoid(z_k / T_k + w_k s_k + b_k) is fitted so that the *product*
+c_1 ... c_k matches how often k tokens survive, earlier positions held fixed (DSpark section 3.3,
+sequential temperature scaling). Two differences: w_k and b_k (see `runtime.calibration`), and the
+log loss as criterion, because with an offset the calibration error alone is least for a constant.
 
 Censoring: a round says something about position k only if k tokens were verified; then it is known
 whether k survived, also after an earlier rejection. How many are verified does not depend on the
@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import minimize
 from tqdm import tqdm
 
 from export.publish import content_key, publish
-from runtime.calibration import Calibration, Scaling, sigmoid
+from runtime.calibration import Calibration, Scaling, head_confidence, scaled
 from runtime.config import RuntimeConfig
 from runtime.decoder import Model, within_limits
 from runtime.loop import Loop, Round
@@ -38,8 +40,8 @@ TEMPERATURES = {"greedy": 0.0, "sampling": 1.0}
 PROMPT_SEED = 20_240_607  # another than training's, or the drafter would have seen the answers
 NUM_SURVIVALS = 64  # rounds kept as what to expect
 
-_LOG_TEMPERATURES = np.linspace(np.log(0.2), np.log(20), 21)
-_OFFSETS = np.linspace(-4, 4, 21)
+# Of log T, w and b. Being surer never counts against a draft.
+_BOUNDS = ((np.log(0.2), np.log(20)), (0, 4), (-6, 6))
 _TINY = 1e-6
 
 Floats = NDArray[np.float64]
@@ -47,20 +49,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rounds:
-    """Outcomes of n drafts: logits [n, g], and [n] each: verified, accepted, request number."""
+    """Outcomes of n drafts: signals [n, g, 2], and [n] each: verified, accepted, request number."""
 
-    logits: NDArray[np.float32]
+    signals: NDArray[np.float32]
     verified: NDArray[np.int64]
     accepted: NDArray[np.int64]
     request: NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.logits)
+        return len(self.signals)
 
     def of(self, rows: NDArray[np.bool_]) -> Rounds:
         """The rounds that `rows` [n] selects."""
         return Rounds(
-            self.logits[rows], self.verified[rows], self.accepted[rows], self.request[rows]
+            self.signals[rows], self.verified[rows], self.accepted[rows], self.request[rows]
         )
 
 
@@ -76,7 +78,7 @@ class RoundLog:
     def __call__(self, row: Round) -> None:
         """Take one round."""
         self._rows.append(
-            (row.confidence_logits, row.num_verified, row.num_accepted, row.sequence.request_id)
+            (row.signals, row.num_verified, row.num_accepted, row.sequence.request_id)
         )
 
     def rounds(self, first_request: int = 0) -> Rounds:
@@ -85,9 +87,9 @@ class RoundLog:
         `first_request` is the loop's id of the one to be number 0.
         """
         rows = sorted(self._rows, key=lambda row: row[3])
-        logits, *numbers = zip(*rows, strict=True)
+        signals, *numbers = zip(*rows, strict=True)
         verified, accepted, request = (np.array(n, np.int64) for n in numbers)
-        return Rounds(np.stack(logits), verified, accepted, request - first_request)
+        return Rounds(np.stack(signals), verified, accepted, request - first_request)
 
 
 def calibrate(
@@ -165,74 +167,77 @@ def _requests(model: Model, temperature: float, prompts: list[str] | None) -> It
                 continue
 
 
+class Fit(NamedTuple):
+    """T, w and b of sigmoid(z / T + w s + b), [g] each."""
+
+    temperatures: Floats
+    weights: Floats
+    offsets: Floats
+
+    def survival(self, signals: NDArray[np.float32]) -> Floats:
+        """Calibrated a_k [n, g] of signals [n, g, 2]."""
+        result: Floats = np.cumprod(scaled(signals, *self), axis=1)
+        return result
+
+
 def fit(rounds: Rounds) -> Scaling:
-    """Temperatures and offsets of one mode from all rounds.
+    """The scaling of one mode from all rounds.
 
     The errors and areas it reports come from fitting one half of the requests and judging the
     other, both ways round.
     """
-    temperatures, offsets = fit_positions(rounds)
+    fitted = fit_positions(rounds)
     half = rounds.request % 2 == 0
-    survival = np.empty(rounds.logits.shape)
+    survival = np.empty(rounds.signals.shape[:2])
     for rows in (half, ~half):
-        own = fit_positions(rounds.of(~rows)) if rows.any() and (~rows).any() else None
-        survival[rows] = survival_of(rounds.logits[rows], *(own or (temperatures, offsets)))
-    raw = np.cumprod(sigmoid(rounds.logits), axis=1)
-    positions = range(rounds.logits.shape[1])
+        own = fit_positions(rounds.of(~rows)) if rows.any() and (~rows).any() else fitted
+        survival[rows] = own.survival(rounds.signals[rows])
+    raw = np.cumprod(head_confidence(rounds.signals), axis=1)
+    positions = range(survival.shape[1])
     kept = np.linspace(0, len(rounds) - 1, min(NUM_SURVIVALS, len(rounds))).astype(int)
-    expected = survival_of(rounds.logits[kept], temperatures, offsets)
+    temperatures, weights, offsets = (tuple(values.tolist()) for values in fitted)
     return Scaling(
-        temperatures=tuple(temperatures.tolist()),
-        offsets=tuple(offsets.tolist()),
+        temperatures=temperatures,
+        certainty_weights=weights,
+        offsets=offsets,
         ece_before=errors(rounds, raw),
         ece_after=errors(rounds, survival),
         auc=tuple(_known(auc(*outcomes(rounds, survival, k)), 0.5) for k in positions),
         num_rounds=len(rounds),
-        survivals=tuple(map(tuple, np.round(expected, 4).tolist())),
+        survivals=tuple(map(tuple, np.round(fitted.survival(rounds.signals[kept]), 4).tolist())),
     )
 
 
-def fit_positions(rounds: Rounds) -> tuple[Floats, Floats]:
-    """T [g] and b [g] of sigmoid(z / T + b), fitted from left to right."""
-    block = rounds.logits.shape[1]
-    temperatures, offsets = np.ones(block), np.zeros(block)
+def fit_positions(rounds: Rounds) -> Fit:
+    """Fitted from left to right."""
+    block = rounds.signals.shape[1]
+    result = Fit(np.ones(block), np.zeros(block), np.zeros(block))
     before = np.ones(len(rounds))
     for k in range(block):
-        z = rounds.logits[:, k].astype(np.float64)
         known = rounds.verified > k
         if known.any():
             survived = rounds.accepted[known] > k
-            temperatures[k], offsets[k] = _fit_position(z[known], before[known], survived)
-        before = before * sigmoid(z / temperatures[k] + offsets[k])
-    return temperatures, offsets
-
-
-def _fit_position(z: Floats, before: Floats, survived: NDArray[np.bool_]) -> tuple[float, float]:
-    """Grid search of both, then a finer one around the best."""
-    logs, offsets = _LOG_TEMPERATURES, _OFFSETS
-    best = (0.0, 0.0)
-    for _ in range(3):
-        losses = np.array([[_loss(z, before, survived, t, b) for b in offsets] for t in logs])
-        i, j = np.unravel_index(losses.argmin(), losses.shape)
-        best = (float(logs[i]), float(offsets[j]))
-        step_t, step_b = logs[1] - logs[0], offsets[1] - offsets[0]
-        logs = np.linspace(best[0] - step_t, best[0] + step_t, 9)
-        offsets = np.linspace(best[1] - step_b, best[1] + step_b, 9)
-    return float(np.exp(best[0])), best[1]
-
-
-def _loss(
-    z: Floats, before: Floats, survived: NDArray[np.bool_], log_temperature: float, offset: float
-) -> float:
-    survival = before * sigmoid(z * np.exp(-log_temperature) + offset)
-    likelihood = np.where(survived, survival, 1 - survival)
-    return float(-np.log(np.maximum(likelihood, _TINY)).mean())
-
-
-def survival_of(logits: NDArray[np.float32], temperatures: Floats, offsets: Floats) -> Floats:
-    """Calibrated survival [n, g] of logits [n, g]."""
-    result: Floats = np.cumprod(sigmoid(logits / temperatures + offsets), axis=1)
+            found = _fit_position(rounds.signals[known, k], before[known], survived)
+            for values, value in zip(result, found, strict=True):
+                values[k] = value
+        before = before * scaled(rounds.signals, *result)[:, k]
     return result
+
+
+def _fit_position(
+    signals: NDArray[np.float32], before: Floats, survived: NDArray[np.bool_]
+) -> tuple[float, float, float]:
+    """T, w and b of least log loss within `_BOUNDS`; survivals so far are `before` [n]."""
+    exact = signals.astype(np.float64)  # fp32 would drown the search's small differences
+
+    def loss(parameters: Floats) -> float:
+        log_temperature, weight, offset = parameters
+        survival = before * scaled(exact, np.exp(log_temperature), weight, offset)
+        likelihood = np.where(survived, survival, 1 - survival)
+        return float(-np.log(np.maximum(likelihood, _TINY)).mean())
+
+    log_temperature, weight, offset = minimize(loss, np.zeros(3), bounds=_BOUNDS).x.tolist()
+    return float(np.exp(log_temperature)), weight, offset
 
 
 def outcomes(rounds: Rounds, survival: Floats, k: int) -> tuple[Floats, NDArray[np.bool_]]:
@@ -259,15 +264,16 @@ def plot(rounds: dict[str, Rounds], scalings: dict[str, Scaling], path: Path) ->
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    block = next(iter(rounds.values())).logits.shape[1]
+    block = next(iter(rounds.values())).signals.shape[1]
     size = (2.1 * block, 2.3 * len(rounds))
     figure = Figure(figsize=size, dpi=80, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(rounds), block, squeeze=False, sharex=True, sharey=True)
     for row, (mode, own) in zip(grid, rounds.items(), strict=True):
         scaling = scalings[mode]
-        raw = np.cumprod(sigmoid(own.logits), axis=1)
-        fitted = survival_of(own.logits, np.array(scaling.temperatures), np.array(scaling.offsets))
+        parameters = (scaling.temperatures, scaling.certainty_weights, scaling.offsets)
+        raw = np.cumprod(head_confidence(own.signals), axis=1)
+        fitted = Fit(*map(np.array, parameters)).survival(own.signals)
         for k, axes in enumerate(row):
             axes.plot([0, 1], [0, 1], color="0.8", linewidth=1)
             for survival, label in ((raw, "before"), (fitted, "after")):

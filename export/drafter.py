@@ -41,6 +41,7 @@ from export.layers import (
 )
 
 CANDIDATES = 64  # tokens among which filters are decided: a whole sort would cost too much
+LEAST_DOUBT = 1e-6  # probability that a draft is never surer than
 LARGEST_UNIFORM = 1 - 2.0**-23  # times any fp32 number it is below that number
 DROPPED = -1e30  # logit of what filters drop: no probability, yet finite over any temperature
 
@@ -184,8 +185,9 @@ def _(scores: Tensor, noise: Tensor) -> Tensor:
 
 def sample(
     logits: Tensor, uniform: Tensor, noise: Tensor, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
-    """Draft ids [R] int64 and `logits` [R, V'] with what the filters drop at `DROPPED`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft ids [R] int64, `logits` [R, V'] with what the filters drop at `DROPPED`, and the
+    log-odds [R] of the likeliest token before filters.
 
     Argmax where the temperature is 0. Elsewhere the filtered softmax(logits / temperature) is
     sampled: where `uniform` [R] is below 0 by the argmax after adding `noise` [R, W], else by the
@@ -197,25 +199,27 @@ def sample(
     safe = torch.where(warm, sampling.temperature, 1.0)
     scaled = logits / safe[:, None]
     probs = scaled.softmax(dim=-1)
-    kept = probs >= cutoff(probs, sampling)
+    top = probs.topk(min(CANDIDATES, probs.shape[-1])).values
+    kept = probs >= cutoff(top, sampling)
     cdf = torch.where(kept, probs, 0.0).cumsum(dim=-1)
     passed = cdf <= uniform.clamp(max=LARGEST_UNIFORM)[:, None] * cdf[:, -1:]
     highest = add_noise(torch.where(kept, scaled, DROPPED), noise).argmax(dim=-1)
     # Sums of fp32 are exact up to 2^24 entries, and many times faster than those of int64.
     inverse = passed.float().sum(dim=-1).long()
     ids = torch.where(warm & (uniform >= 0), inverse, highest)
-    return ids, torch.where(kept, logits, DROPPED)
+    certainty = torch.log(top[:, 0] / (1 - top[:, 0] + LEAST_DOUBT))
+    return ids, torch.where(kept, logits, DROPPED), certainty
 
 
-def cutoff(probs: Tensor, sampling: Sampling) -> Tensor:
+def cutoff(top: Tensor, sampling: Sampling) -> Tensor:
     """The least probability [R, 1] that top-k, top-p and min-p together keep; 0 to keep all.
 
+    `top` [R, n] are the likeliest tokens' probabilities, falling; n is `CANDIDATES` or all.
     The filters are the target's (`runtime.sampling.target_probs`), in its order, as far as they
     are decided among the `CANDIDATES` most likely tokens; where they would keep more, the draft
     is left unfiltered, which costs acceptance and never exactness.
     """
-    count = min(CANDIDATES, probs.shape[-1])
-    top = probs.topk(count).values
+    count = top.shape[-1]
     rank = torch.arange(count)
     every_k = sampling.top_k[:, None] == 0
     within_k = every_k | (rank < sampling.top_k[:, None])
@@ -291,7 +295,8 @@ class Step(nn.Module):
         self, last: Tensor, inputs: StepInputs, sampling: Sampling, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The token after `last` [R]: its target id [R], the new state, and what it adds to the
-        graph's outputs: id [R, 1], logits [R, 1, V'] and, with such a head, confidence [R, 1].
+        graph's outputs: id [R, 1], logits [R, 1, V'] and, with such a head, confidence and
+        certainty [R, 1].
         """
         config = self.config
         scores = inputs.scores
@@ -302,11 +307,11 @@ class Step(nn.Module):
                 known = torch.cat([known, previous], dim=-1)
             bias, state = self.markov(previous, inputs.hidden, state)
             scores = scores + bias
-        ids, logits = sample(scores, inputs.uniform, inputs.noise, sampling)
+        ids, logits, certainty = sample(scores, inputs.uniform, inputs.noise, sampling)
         if config.reduced:
             ids = F.embedding(ids, self.draft_vocab[:, None]).squeeze(-1)
-        confidence = (self.confidence(known),) if config.has_confidence else ()
-        return ids, state, (ids[:, None], logits[:, None], *confidence)
+        judged = (self.confidence(known), certainty[:, None]) if config.has_confidence else ()
+        return ids, state, (ids[:, None], logits[:, None], *judged)
 
     def markov(
         self, previous: Tensor, hidden: Tensor, state: tuple[Tensor, ...]

@@ -266,6 +266,7 @@ KINDS = {
     "logits": "logits",
     "draft_logits": "draft_logits",
     "confidence_logits": "confidence_logits",
+    "certainty_logits": "certainty_logits",
     "features": "features",
     "keys": "k_new.",
     "values": "v_new.",

@@ -31,21 +31,22 @@ class Accepted(NamedTuple):
 class Draft(NamedTuple):
     """Draft tokens of one request: ids [l], logits [l, V'], target id of each draft id [V'].
 
-    `logits` are None for a greedy request, whose q is one-hot on `token_ids`. `confidence_logits`
-    [g], of the whole block, are for the scheduler; acceptance never looks at them.
+    `logits` are None for a greedy request, whose q is one-hot on `token_ids`. `signals`
+    [g, 2], of the whole block, are for the scheduler (`runtime.calibration`); acceptance never
+    looks at them.
     """
 
     token_ids: NDArray[np.int64]
     logits: NDArray[np.float32] | None
     vocab: NDArray[np.int64] | None
-    confidence_logits: NDArray[np.float32] | None = None
+    signals: NDArray[np.float32] | None = None
 
     def first(self, length: int) -> Draft | None:
         """The first `length` tokens; None where that is 0."""
         if length == 0:
             return None
         logits = None if self.logits is None else self.logits[:length]
-        return Draft(self.token_ids[:length], logits, self.vocab, self.confidence_logits)
+        return Draft(self.token_ids[:length], logits, self.vocab, self.signals)
 
 
 def accept(

@@ -2,14 +2,19 @@
 
 The drafter's confidence c_k = sigmoid(z_k) estimates that draft token x_k is accepted if all before
 it are. Trained heads are overconfident, and greedy decoding accepts at other rates than sampling,
-so each position has a temperature and an offset for either: c_k = sigmoid(z_k / T_k + b_k). A
-temperature alone, as in DSpark's sequential temperature scaling, cannot move a confidence across
-one half, which a head that says .64 where .48 is true needs.
+so each position has a temperature and an offset for either. A temperature alone, as in DSpark's
+sequential temperature scaling, cannot move a confidence across one half, which a head that says .64
+where .48 is true needs.
+
+A second signal joins the head's: the log-odds s_k of the likeliest token that x_k could be. It is
+known before x_k is drawn, too, and tells more about greedy drafts than the head, which learned from
+sampled ones: c_k = sigmoid(z_k / T_k + w_k s_k + b_k).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +25,7 @@ from numpy.typing import NDArray
 from runtime.cost import TableError, as_tuples
 from runtime.manifest import Manifest
 
-FORMAT = 1
+FORMAT = 2
 PATH = "calibration/calibration.json"  # in the engine folder
 COMMAND = "dspark calibrate"
 MODES = ("greedy", "sampling")
@@ -28,13 +33,14 @@ MODES = ("greedy", "sampling")
 
 @dataclass(frozen=True)
 class Scaling:
-    """For one mode: c_k = sigmoid(z_k / T_k + b_k), and what held-out rounds say about it.
+    """For one mode: the parameters T, w and b, and what held-out rounds say about them.
 
     The lists have one entry for each position of the block; `ece` is the expected calibration
     error of the survival a_k = c_1 ... c_k, `auc` how well it ranks rounds by surviving.
     """
 
     temperatures: tuple[float, ...]
+    certainty_weights: tuple[float, ...]
     offsets: tuple[float, ...]
     ece_before: tuple[float, ...]
     ece_after: tuple[float, ...]
@@ -53,25 +59,48 @@ class Calibration:
     format: int = FORMAT
 
     def confidence(
-        self, logits: NDArray[np.float32], greedy: NDArray[np.bool_], learned: NDArray | float = 0.0
-    ) -> NDArray:
-        """Calibrated c_k [R, g] from the drafter's logits [R, g].
+        self,
+        signals: NDArray[np.float32],
+        greedy: NDArray[np.bool_],
+        learned: NDArray | float = 0.0,
+    ) -> NDArray[np.float64]:
+        """Calibrated c_k [R, g] from the drafter's signals [R, g, 2].
 
         `greedy` [R] tells the mode; `learned` [2, g] is added to the offsets of either.
         """
-        temperatures, offsets = self._arrays
         mode = np.where(greedy, 0, 1)
-        return sigmoid(logits / temperatures[mode] + (offsets + learned)[mode])
+        temperatures, weights, offsets = self._arrays
+        return scaled(signals, temperatures[mode], weights[mode], (offsets + learned)[mode])
 
     @cached_property
-    def _arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Temperatures and offsets, [2, g] each: greedy, then sampling."""
+    def _arrays(self) -> tuple[NDArray[np.float64], ...]:
+        """T, w and b, [2, g] each: greedy, then sampling."""
         both = (self.greedy, self.sampling)
-        return np.array([s.temperatures for s in both]), np.array([s.offsets for s in both])
+        columns = ((s.temperatures, s.certainty_weights, s.offsets) for s in both)
+        return tuple(np.array(column) for column in zip(*columns, strict=True))
 
     def to_json(self) -> str:
         """The calibration as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def signals_of(outputs: Mapping[str, NDArray]) -> NDArray[np.float32] | None:
+    """z and s [R, g, 2] from the drafter's outputs; None without a confidence head."""
+    if "confidence_logits" not in outputs:
+        return None
+    return np.stack([outputs["confidence_logits"], outputs["certainty_logits"]], axis=-1)
+
+
+def head_confidence(signals: NDArray[np.float32]) -> NDArray[np.float64]:
+    """What the confidence head itself says, c_k [...] of signals [..., 2]."""
+    return sigmoid(signals[..., 0])
+
+
+def scaled(
+    signals: NDArray, temperatures: NDArray, weights: NDArray, offsets: NDArray
+) -> NDArray[np.float64]:
+    """sigmoid(z / T + w s + b) [..., g] of signals [..., g, 2]; parameters [..., g]."""
+    return sigmoid(signals[..., 0] / temperatures + signals[..., 1] * weights + offsets)
 
 
 def sigmoid(logits: NDArray) -> NDArray[np.float64]:

@@ -30,6 +30,7 @@ class Experience:
 
     def __init__(self, calibration: Calibration) -> None:
         """Start with the calibration's own rounds."""
+        self._calibration = calibration
         self._recent = {  # survivals [g] by mode
             greedy: deque(np.array(scaling.survivals, np.float64), maxlen=RECENT_ROUNDS)
             for greedy, scaling in ((True, calibration.greedy), (False, calibration.sampling))
@@ -45,6 +46,10 @@ class Experience:
     def block_size(self) -> int:
         """Draft tokens per block, g."""
         return len(self._recent[True][0])
+
+    def confidence(self, signals: NDArray[np.float32], greedy: NDArray[np.bool_]) -> Floats:
+        """Calibrated c_k [R, g], from the drafter's signals [R, g, 2] and the modes [R]."""
+        return self._calibration.confidence(signals, greedy, self.offsets)
 
     def add_rounds(self, greedy: bool, survivals: list[Floats]) -> None:
         """Take in survivals [g] of a request's rounds."""

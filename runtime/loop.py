@@ -21,6 +21,7 @@ from runtime.batch import (
     pack_verify,
     slots,
 )
+from runtime.calibration import signals_of
 from runtime.config import RuntimeConfig
 from runtime.engine import Engines
 from runtime.load import LoadGauge
@@ -46,7 +47,7 @@ class Round(NamedTuple):
     """What became of one draft, for those who record it."""
 
     sequence: Sequence
-    confidence_logits: NDArray[np.float32]  # [g]
+    signals: NDArray[np.float32]  # [g, 2], see `runtime.calibration`
     num_verified: int
     num_accepted: int
 
@@ -177,6 +178,7 @@ class Loop:
         if not sequences:
             return {}
         outputs = self._run_drafter(sequences)
+        signals = signals_of(outputs)
         drafts: Drafts = {}
         for row, sequence in enumerate(sequences):
             if caps.get(sequence):
@@ -187,7 +189,7 @@ class Loop:
                     outputs["draft_ids"][row],
                     None if greedy else outputs["draft_logits"][row],
                     self._draft_vocab,
-                    outputs["confidence_logits"][row] if "confidence_logits" in outputs else None,
+                    None if signals is None else signals[row],
                 )
         return drafts
 
@@ -238,11 +240,11 @@ class Loop:
         """Cut each draft to the tokens that will be verified; a draft cut to none is left out."""
         if not drafts:
             return {}
-        logits = [d.confidence_logits for d in drafts.values() if d.confidence_logits is not None]
+        signals = [draft.signals for draft in drafts.values() if draft.signals is not None]
         lengths = self.scheduler.lengths(
             list(drafts),
             np.array([caps[s] for s in drafts]),
-            np.stack(logits) if logits else None,
+            np.stack(signals) if signals else None,
         )
         cut = {s: d.first(n) for (s, d), n in zip(drafts.items(), lengths.tolist(), strict=True)}
         return {s: d for s, d in cut.items() if d is not None}
@@ -315,10 +317,10 @@ class Loop:
                 new_ids = [*accepted, result.next_token]
                 if sequence.request.return_log_probs:
                     likely = log_probs(logits, new_ids)
-                if self.on_round is not None and draft and draft.confidence_logits is not None:
+                if self.on_round is not None and draft and draft.signals is not None:
                     row = Round(
                         sequence,
-                        draft.confidence_logits.copy(),
+                        draft.signals.copy(),
                         len(draft.token_ids),
                         result.num_accepted,
                     )

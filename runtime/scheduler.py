@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.calibration import Calibration, sigmoid
+from runtime.calibration import Calibration, head_confidence
 from runtime.config import ConfigError, RuntimeConfig
 from runtime.cost import CostTable
 from runtime.experience import Experience
@@ -246,19 +246,19 @@ class Scheduler(Generic[S]):
         self,
         sequences: list[S],
         caps: NDArray[np.int64],
-        confidence_logits: NDArray[np.float32] | None,
+        signals: NDArray[np.float32] | None,
     ) -> NDArray[np.int64]:
         """Draft tokens to verify for each drafted sequence, [R], each from 0 to its cap.
 
         Args:
             sequences: [R].
             caps: [R] what each request's block, parameters and remaining tokens allow.
-            confidence_logits: [R, g] of the drafter, if it has that head.
+            signals: [R, g, 2] of a drafter with a confidence head, see `runtime.calibration`.
         """
         policies = [self.policy_of(s) for s in sequences]
         confidence = None
-        if confidence_logits is not None and any(p.needs_confidence for p in policies):
-            confidence = self._confidence(sequences, confidence_logits)
+        if signals is not None and any(p.needs_confidence for p in policies):
+            confidence = self._confidence(sequences, signals)
         lengths = np.zeros_like(caps)
         # Those that weigh costs come last: what the others verify is part of their step.
         for policy in sorted(set(policies), key=lambda p: (p.needs_tables, str(p))):
@@ -273,11 +273,10 @@ class Scheduler(Generic[S]):
             )
         return lengths
 
-    def _confidence(self, sequences: list[S], logits: NDArray[np.float32]) -> NDArray[np.float64]:
-        if self._tables is None or self._experience is None:
-            return sigmoid(logits)
-        greedy = np.array([s.request.greedy for s in sequences])
-        return self._tables.calibration.confidence(logits, greedy, self._experience.offsets)
+    def _confidence(self, sequences: list[S], signals: NDArray[np.float32]) -> NDArray[np.float64]:
+        if self._experience is None:
+            return head_confidence(signals)
+        return self._experience.confidence(signals, np.array([s.request.greedy for s in sequences]))
 
     def _fixed(self, policy: Policy, caps: NDArray[np.int64]) -> NDArray[np.int64]:
         return fixed_lengths(caps, None if policy.argument is None else int(policy.argument))

@@ -168,11 +168,14 @@ def drafter_outputs(dims: DrafterDims) -> list[TensorSpec]:
 
     `draft_ids` [R, g] are target-vocabulary ids; `draft_logits` [R, g, V'] include the sequential
     head, precede the temperature and are hugely negative for what the filters dropped, so that
-    softmax(draft_logits / temperature) is exactly what was sampled; `confidence_logits` [R, g]
-    precede the sigmoid and exist only where the checkpoint has a confidence head.
+    softmax(draft_logits / temperature) is exactly what was sampled. Two say before a token is drawn
+    how likely it is to be accepted, and exist only where the checkpoint has a confidence head:
+    `confidence_logits` [R, g], which precede the head's sigmoid, and `certainty_logits` [R, g], the
+    log-odds of the likeliest token among all of the draft's (at temperature 1 where that is 0).
     """
     block: tuple[Dim, ...] = ("R", dims.block_size)
-    confidence = [TensorSpec("confidence_logits", "fp32", block)]
+    names = ("confidence_logits", "certainty_logits")
+    confidence = [TensorSpec(name, "fp32", block) for name in names]
     return [
         TensorSpec("draft_ids", "int64", block),
         TensorSpec("draft_logits", "fp32", (*block, dims.draft_vocab_size)),

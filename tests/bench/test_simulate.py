@@ -20,7 +20,7 @@ def _recording(accepted: int, logit: float, requests: int = 4) -> Recording:
     """Requests of 20 rounds each that all accept the same number, and say so with one logit."""
     count = requests * 20
     rounds = Rounds(
-        np.full((count, BLOCK_SIZE), logit, np.float32),
+        np.full((count, BLOCK_SIZE, 2), logit, np.float32),
         np.full(count, BLOCK_SIZE),
         np.full(count, accepted),
         np.repeat(np.arange(requests), 20),
@@ -69,7 +69,7 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     recording = _recording(2, 0.5)
     recording.save(tmp_path / "rounds.npz")
     loaded = load_recording(tmp_path / "rounds.npz")
-    assert (loaded.rounds.logits == recording.rounds.logits).all()
+    assert (loaded.rounds.signals == recording.rounds.signals).all()
     assert loaded.greedy.tolist() == recording.greedy.tolist()
     np.savez(tmp_path / "other.npz", x=np.zeros(1))
     with pytest.raises(ConfigError, match="holds no recorded rounds"):

@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from engines.calibrate import (
-    Rounds,
-    calibrate,
-    errors,
-    fit,
-    fit_positions,
-    outcomes,
-    survival_of,
-)
+from engines.calibrate import Fit, Rounds, calibrate, errors, fit, fit_positions, outcomes
 from engines.cost_profile import monotone, profile
 from runtime.calibration import load_calibration, sigmoid
 from runtime.config import ConfigError, RuntimeConfig
@@ -45,32 +37,33 @@ def test_noise_around_a_level_does_not_raise_it() -> None:
 
 
 def _rounds(count: int, verified: int | None = None) -> Rounds:
-    """Rounds of a head whose true confidence is sigmoid(z / 2 - 1), three positions."""
+    """Rounds whose true confidence is sigmoid(z / 2 + 0.7 s - 1), three positions."""
     random = np.random.default_rng(5)
-    logits = random.normal(0.5, 2.0, (count, 3)).astype(np.float32)
-    happens = random.random((count, 3)) < sigmoid(logits / 2 - 1)
+    signals = random.normal(0.5, 2.0, (count, 3, 2)).astype(np.float32)
+    happens = random.random((count, 3)) < sigmoid(signals @ [0.5, 0.7] - 1)
     shown = random.integers(0, 4, count) if verified is None else np.full(count, verified)
     accepted = np.minimum(np.logical_and.accumulate(happens, axis=1).sum(axis=1), shown)
-    return Rounds(logits, shown, accepted, np.arange(count) // 10)
+    return Rounds(signals, shown, accepted, np.arange(count) // 10)
 
 
-def test_the_fit_finds_temperature_and_offset() -> None:
-    """Of later positions fewer rounds tell, hence the tolerance."""
-    temperatures, offsets = fit_positions(_rounds(8_000, verified=3))
-    assert temperatures == pytest.approx([2, 2, 2], rel=0.3)
-    assert offsets == pytest.approx([-1, -1, -1], abs=0.35)
+@pytest.mark.parametrize("verified", [3, None])
+def test_the_fit_finds_the_parameters(verified: int | None) -> None:
+    """Also from rounds that are trimmed to a random length: censoring biases nothing.
 
-
-def test_censored_rounds_bias_nothing() -> None:
-    """Trimmed to a random length, the same head gives the same fit."""
-    temperatures, offsets = fit_positions(_rounds(8_000))
-    assert temperatures == pytest.approx([2, 2, 2], rel=0.3)
-    assert offsets == pytest.approx([-1, -1, -1], abs=0.35)
+    Of later positions fewer rounds tell, hence the tolerance.
+    """
+    fitted = fit_positions(_rounds(8_000, verified))
+    assert fitted.temperatures == pytest.approx([2, 2, 2], rel=0.3)
+    assert fitted.weights == pytest.approx([0.7, 0.7, 0.7], rel=0.3)
+    assert fitted.offsets == pytest.approx([-1, -1, -1], abs=0.35)
 
 
 def test_a_round_tells_about_what_was_verified_in_it_and_no_more() -> None:
     rounds = Rounds(
-        np.zeros((4, 3), np.float32), np.array([3, 1, 0, 2]), np.array([1, 1, 0, 0]), np.arange(4)
+        np.zeros((4, 3, 2), np.float32),
+        np.array([3, 1, 0, 2]),
+        np.array([1, 1, 0, 0]),
+        np.arange(4),
     )
     survival = np.tile([0.5, 0.25, 0.125], (4, 1))
     known = [outcomes(rounds, survival, k)[1].tolist() for k in range(3)]
@@ -83,8 +76,8 @@ def test_the_error_falls_to_the_noise_and_is_judged_on_the_other_half() -> None:
     assert min(scaling.ece_before) > 0.1
     assert max(scaling.ece_after) < 0.03
     assert all(0.7 < auc < 0.95 for auc in scaling.auc)
-    parameters = np.array(scaling.temperatures), np.array(scaling.offsets)
-    again = survival_of(rounds.logits, *parameters)
+    parameters = (scaling.temperatures, scaling.certainty_weights, scaling.offsets)
+    again = Fit(*map(np.array, parameters)).survival(rounds.signals)
     assert max(errors(rounds, again)) < 0.03
 
 

@@ -213,7 +213,7 @@ def test_sampling_follows_the_distribution() -> None:
     """Frequencies over an even grid of uniforms are the probabilities."""
     logits = torch.tensor([1.0, -1.0, 0.5, -30.0, 2.0])
     uniforms = (torch.arange(10_000) + 0.5) / 10_000
-    drafts, _ = sample(logits.expand(10_000, -1), uniforms, torch.zeros(1), sampling(10_000, 0.8))
+    drafts, *_ = sample(logits.expand(10_000, -1), uniforms, torch.zeros(1), sampling(10_000, 0.8))
     frequencies = torch.bincount(drafts, minlength=5) / 10_000
     torch.testing.assert_close(frequencies, (logits / 0.8).softmax(-1), rtol=0, atol=2e-4)
 
@@ -243,7 +243,7 @@ def test_sampling_never_leaves_the_support() -> None:
 def test_filters_are_the_targets(filters: dict[str, float], temperature: float) -> None:
     """The draft's distribution is what the target's own filters make of the same logits."""
     logits = torch.randn(200, 320, generator=torch.Generator().manual_seed(0)) * 3
-    _, kept = sample(
+    _, kept, _ = sample(
         logits, torch.zeros(200), torch.zeros(1), sampling(200, temperature, **filters)
     )
     limits = RequestLimits(320, 512, 1, 1, 1)
@@ -257,7 +257,22 @@ def test_filters_are_the_targets(filters: dict[str, float], temperature: float) 
         np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(("temperature", "scale"), [(0.0, 1.0), (0.5, 2.0), (1.0, 1.0)])
+def test_certainty_is_the_log_odds_of_the_likeliest_token(temperature: float, scale: float) -> None:
+    """Of the draft's whole distribution, whatever the noise, the uniform and the filters do."""
+    logits = torch.randn(50, 320, generator=torch.Generator().manual_seed(0)) * 3
+    noise = torch.randn(50, 320, generator=torch.Generator().manual_seed(1))
+    *_, certainty = sample(
+        logits, torch.linspace(-1, 0.9, 50), noise, sampling(50, temperature, top_p=0.6)
+    )
+    likeliest = (scale * logits).softmax(dim=-1).max(dim=-1).values
+    assert likeliest.max() > 0.9
+    torch.testing.assert_close(certainty, torch.logit(likeliest), rtol=0, atol=1e-4)
+
+
 def test_filters_that_keep_more_than_the_candidates_keep_all() -> None:
     logits = torch.zeros(1, 320)
-    _, kept = sample(logits, torch.zeros(1), torch.zeros(1), sampling(1, 1.0, top_k=CANDIDATES + 1))
+    _, kept, _ = sample(
+        logits, torch.zeros(1), torch.zeros(1), sampling(1, 1.0, top_k=CANDIDATES + 1)
+    )
     assert (kept == logits).all()

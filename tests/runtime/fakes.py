@@ -210,7 +210,8 @@ class FakeDrafter(_Pool):
                 )
                 history.append(int(ids[r, k]))
             start += length
-        return {"draft_ids": ids, "draft_logits": logits, "confidence_logits": confidence}
+        outputs = {"draft_ids": ids, "draft_logits": logits}
+        return outputs | {"confidence_logits": confidence, "certainty_logits": confidence}
 
     def _propose(
         self,
@@ -277,7 +278,7 @@ def make_tables(
         repeats=1,
     )
     ones, none = (1.0,) * BLOCK_SIZE, (0.0,) * BLOCK_SIZE
-    scaling = Scaling(ones, none, none, none, ones, 4, ((survival,) * BLOCK_SIZE,) * 4)
+    scaling = Scaling(ones, none, none, none, none, ones, 4, ((survival,) * BLOCK_SIZE,) * 4)
     return Tables(cost, Calibration("", scaling, scaling))
 
 

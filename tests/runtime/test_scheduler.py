@@ -236,12 +236,12 @@ HOPELESS, HOPEFUL = np.full(BLOCK_SIZE, 0.001), np.full(BLOCK_SIZE, 0.95)
 def test_expectations_follow_a_requests_last_rounds() -> None:
     scheduler = _scheduler(make_tables(survival=0.9, draft_s=0.3, token_s=0.05), 0.01)
     stubs = [Stub() for _ in range(8)]
-    caps, logits = np.full(8, BLOCK_SIZE), np.full((8, BLOCK_SIZE), -20, np.float32)
+    caps, signals = np.full(8, BLOCK_SIZE), np.full((8, BLOCK_SIZE, 2), -20, np.float32)
     scheduler.plan(stubs)
     assert scheduler.drafting
     for _ in range(HISTORY_ROUNDS + REFRESH_STEPS):
         scheduler.plan(stubs)
-        assert scheduler.lengths(stubs, caps, logits).sum() == 0
+        assert scheduler.lengths(stubs, caps, signals).sum() == 0
     scheduler.plan(stubs)
     assert not scheduler.drafting
     scheduler.plan([Stub()])  # a young one is expected to do as the last rounds of others did
@@ -261,12 +261,12 @@ def test_only_requests_whose_drafts_pay_are_drafted_for() -> None:
 def test_confidences_that_do_not_come_true_count_less(greedy: bool) -> None:
     """Nothing is ever accepted, however sure the drafter is: its drafts are made no more."""
     scheduler = _scheduler(make_tables(survival=0.7, draft_s=0.3, token_s=0.05), 0.01)
-    caps, logits = np.array([BLOCK_SIZE]), np.ones((1, BLOCK_SIZE), np.float32)
+    caps, signals = np.array([BLOCK_SIZE]), np.ones((1, BLOCK_SIZE, 2), np.float32)
     for _ in range(800):
         stub = Stub(Mode(greedy))
         scheduler.plan([stub])
         if scheduler.drafts_for(stub):
-            verified = int(scheduler.lengths([stub], caps, logits).sum())
+            verified = int(scheduler.lengths([stub], caps, signals).sum())
             scheduler.end_round(stub, verified, 0)
     assert not scheduler.drafting
     scheduler.plan([Stub(Mode(not greedy))])  # the other mode has kept its promises
@@ -277,11 +277,11 @@ def test_drafting_that_takes_longer_than_the_table_says_is_given_up() -> None:
     """The table sees a gain of about a fifth; drafting steps turn out to be a quarter slower."""
     scheduler = _scheduler(make_tables(survival=0.5, token_s=0.0, draft_s=0.8), 0.01)
     stub = Stub()
-    caps, logits = np.array([BLOCK_SIZE]), np.zeros((1, BLOCK_SIZE), np.float32)
+    caps, signals = np.array([BLOCK_SIZE]), np.zeros((1, BLOCK_SIZE, 2), np.float32)
     for _ in range(40 * PLAIN_LOOK_STEPS):
         scheduler.plan([stub])
         drafted = scheduler.drafts_for(stub)
-        verified = int(scheduler.lengths([stub], caps, logits).sum()) if drafted else 0
+        verified = int(scheduler.lengths([stub], caps, signals).sum()) if drafted else 0
         predicted_s = scheduler.predicted_s(int(drafted), verified, 1)
         assert predicted_s is not None
         scheduler.end_decoding(int(drafted), verified, 1, predicted_s * (1.25 if drafted else 1.0))
