@@ -77,7 +77,7 @@ test: $(INSTALLED) ## lint, format check, type check and tests; needs no GPU
 	.venv/bin/mypy
 	.venv/bin/pytest --numprocesses 2 --dist loadfile
 
-soak: $(INSTALLED) ## 10,000 requests, 20,000 mutated ones and all faults against a tiny model (15 minutes)
+soak: $(INSTALLED) ## 10,000 requests, 20,000 mutated ones and all faults against a tiny model (minutes)
 	DSPARK_SOAK=1 .venv/bin/pytest --timeout 3600 -s tests/runtime/test_prefix_cache.py \
 	  tests/triton_repo/test_soak.py tests/triton_repo/test_fuzz.py
 
