@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from export.checkpoint import load_drafter, load_target
-from export.drafter import CANDIDATES, Drafter, Sampling, sample
+from export.drafter import CANDIDATES, LEAST_DOUBT, Drafter, Sampling, sample
 from export.parity import Pools, Run, drafter_parity, module_runner, onnx_runner
 from export.to_onnx import drafter_to_onnx
 from runtime.manifest import load_manifest
@@ -265,9 +265,12 @@ def test_certainty_is_the_log_odds_of_the_likeliest_token(temperature: float, sc
     *_, certainty = sample(
         logits, torch.linspace(-1, 0.9, 50), noise, sampling(50, temperature, top_p=0.6)
     )
-    likeliest = (scale * logits).softmax(dim=-1).max(dim=-1).values
-    assert likeliest.max() > 0.9
-    torch.testing.assert_close(certainty, torch.logit(likeliest), rtol=0, atol=1e-4)
+    likeliest = (scale * logits).double().softmax(dim=-1).max(dim=-1).values
+    assert likeliest.max() > 0.8
+    expected = torch.logit(likeliest, eps=LEAST_DOUBT).float()
+    torch.testing.assert_close(certainty, expected, rtol=0, atol=0.7)  # both level off at the end
+    clear = likeliest < 0.99
+    torch.testing.assert_close(certainty[clear], expected[clear], rtol=0, atol=1e-3)
 
 
 def test_filters_that_keep_more_than_the_candidates_keep_all() -> None:
