@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench.prompts import read_prompts
 from engines.calibrate import RoundLog, Rounds, errors, outcomes
-from runtime.calibration import Calibration, head_confidence, load_calibration
+from runtime.calibration import Calibration, head_confidence, load_calibration, sigmoid
 from runtime.cli import add_model_arguments, open_model, run_guarded
 from runtime.config import ConfigError
 from runtime.cost import TableError
@@ -48,7 +48,7 @@ class Recording:
         if calibration is None:
             return np.cumprod(head_confidence(self.rounds.signals), axis=1)
         greedy = self.greedy[self.rounds.request]
-        return np.cumprod(calibration.confidence(self.rounds.signals, greedy), axis=1)
+        return np.cumprod(sigmoid(calibration.log_odds(self.rounds.signals, greedy)), axis=1)
 
     def learned_survival(self, calibration: Calibration) -> NDArray[np.float64]:
         """a_k [n, g] as a server that starts with this calibration comes to see them.
@@ -57,6 +57,7 @@ class Recording:
         """
         experience = Experience(calibration)
         result = np.empty(self.rounds.signals.shape[:2])
+        leanings = np.zeros(len(self.greedy))
         arrivals = np.random.default_rng(0).permutation(len(self.greedy)).tolist()
         running: list[list[int]] = []  # rows of each request that are still to come
         while arrivals or running:
@@ -64,12 +65,14 @@ class Recording:
                 running.append(np.nonzero(self.rounds.request == arrivals.pop())[0].tolist()[::-1])
             running = [rows for rows in running if rows]
             for row in [rows.pop() for rows in running]:
-                greedy = self.greedy[self.rounds.request[row]]
-                signals = self.rounds.signals[row : row + 1]
-                confidence = experience.confidence(signals, np.array([greedy]))[0]
+                own = self.rounds.request[row : row + 1]
+                greedy, signals = self.greedy[own], self.rounds.signals[row : row + 1]
+                log_odds, confidence = experience.judge(signals, greedy, leanings[own])
                 result[row] = np.cumprod(confidence)
                 outcome = int(self.rounds.verified[row]), int(self.rounds.accepted[row])
-                experience.add_outcome(bool(greedy), confidence, *outcome)
+                leanings[own] += experience.add_outcome(
+                    bool(greedy[0]), log_odds[0], confidence[0], *outcome
+                )
         return result
 
     def save(self, path: Path) -> None:

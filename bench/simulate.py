@@ -55,6 +55,7 @@ class SimulatedSequence:
     survivals: deque[NDArray[np.float64]] = field(
         default_factory=lambda: deque(maxlen=HISTORY_ROUNDS)
     )
+    leaning: float = 0.0
     first_s: float = 0.0
     end_s: float = 0.0
 

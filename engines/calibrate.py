@@ -24,7 +24,7 @@ from scipy.optimize import minimize
 from tqdm import tqdm
 
 from export.publish import content_key, publish
-from runtime.calibration import Calibration, Scaling, head_confidence, scaled
+from runtime.calibration import Calibration, Scaling, head_confidence, scaled, sigmoid
 from runtime.config import RuntimeConfig
 from runtime.decoder import Model, within_limits
 from runtime.loop import Loop, Round
@@ -176,7 +176,7 @@ class Fit(NamedTuple):
 
     def survival(self, signals: NDArray[np.float32]) -> Floats:
         """Calibrated a_k [n, g] of signals [n, g, 2]."""
-        result: Floats = np.cumprod(scaled(signals, *self), axis=1)
+        result: Floats = np.cumprod(sigmoid(scaled(signals, *self)), axis=1)
         return result
 
 
@@ -220,7 +220,7 @@ def fit_positions(rounds: Rounds) -> Fit:
             found = _fit_position(rounds.signals[known, k], before[known], survived)
             for values, value in zip(result, found, strict=True):
                 values[k] = value
-        before = before * scaled(rounds.signals, *result)[:, k]
+        before = before * sigmoid(scaled(rounds.signals, *result)[:, k])
     return result
 
 
@@ -232,7 +232,7 @@ def _fit_position(
 
     def loss(parameters: Floats) -> float:
         log_temperature, weight, offset = parameters
-        survival = before * scaled(exact, np.exp(log_temperature), weight, offset)
+        survival = before * sigmoid(scaled(exact, np.exp(log_temperature), weight, offset))
         likelihood = np.where(survived, survival, 1 - survival)
         return float(-np.log(np.maximum(likelihood, _TINY)).mean())
 

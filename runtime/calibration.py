@@ -58,19 +58,15 @@ class Calibration:
     sampling: Scaling
     format: int = FORMAT
 
-    def confidence(
-        self,
-        signals: NDArray[np.float32],
-        greedy: NDArray[np.bool_],
-        learned: NDArray | float = 0.0,
+    def log_odds(
+        self, signals: NDArray[np.float32], greedy: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Calibrated c_k [R, g] from the drafter's signals [R, g, 2].
+        """Log-odds of calibrated c_k [R, g] from the drafter's signals [R, g, 2].
 
-        `greedy` [R] tells the mode; `learned` [2, g] is added to the offsets of either.
+        `greedy` [R] tells the mode.
         """
         mode = np.where(greedy, 0, 1)
-        temperatures, weights, offsets = self._arrays
-        return scaled(signals, temperatures[mode], weights[mode], (offsets + learned)[mode])
+        return scaled(signals, *(values[mode] for values in self._arrays))
 
     @cached_property
     def _arrays(self) -> tuple[NDArray[np.float64], ...]:
@@ -99,8 +95,11 @@ def head_confidence(signals: NDArray[np.float32]) -> NDArray[np.float64]:
 def scaled(
     signals: NDArray, temperatures: NDArray, weights: NDArray, offsets: NDArray
 ) -> NDArray[np.float64]:
-    """sigmoid(z / T + w s + b) [..., g] of signals [..., g, 2]; parameters [..., g]."""
-    return sigmoid(signals[..., 0] / temperatures + signals[..., 1] * weights + offsets)
+    """z / T + w s + b [..., g] of signals [..., g, 2]; parameters [..., g]."""
+    result: NDArray[np.float64] = (
+        signals[..., 0] / temperatures + signals[..., 1] * weights + offsets
+    )
+    return result
 
 
 def sigmoid(logits: NDArray) -> NDArray[np.float64]:

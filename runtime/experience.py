@@ -13,10 +13,12 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.calibration import Calibration
+from runtime.calibration import Calibration, sigmoid
 
 RECENT_ROUNDS = 64  # of all requests of a mode, whose survivals say what to expect of new ones
 OFFSET_STEP = 0.02  # by which an outcome moves its offset; about 200 outcomes count
+SLOPE_STEP = 0.005
+LEANING_STEP = 0.1  # a request is short
 NEIGHBOUR_STEPS = 8  # steps of the two kinds that are at most so far apart are compared
 STEP_WEIGHT = 0.3  # of the newest step of a kind in its moving average
 COMPARISON_WEIGHT = 0.05  # of the newest comparison of the two kinds
@@ -35,8 +37,9 @@ class Experience:
             greedy: deque(np.array(scaling.survivals, np.float64), maxlen=RECENT_ROUNDS)
             for greedy, scaling in ((True, calibration.greedy), (False, calibration.sampling))
         }
-        # Added to the calibration's offsets, [2, g]: greedy, then sampling.
+        # Of the calibration's log-odds, [2, g]: greedy, then sampling.
         self.offsets = np.zeros((2, self.block_size))
+        self.slopes = np.ones((2, self.block_size))
         # By whether anything was drafted: log of measured over predicted seconds, and its age.
         self._slowness = {False: 0.0, True: 0.0}
         self._steps_since = {False: NEIGHBOUR_STEPS + 1, True: NEIGHBOUR_STEPS + 1}
@@ -47,9 +50,20 @@ class Experience:
         """Draft tokens per block, g."""
         return len(self._recent[True][0])
 
-    def confidence(self, signals: NDArray[np.float32], greedy: NDArray[np.bool_]) -> Floats:
-        """Calibrated c_k [R, g], from the drafter's signals [R, g, 2] and the modes [R]."""
-        return self._calibration.confidence(signals, greedy, self.offsets)
+    def judge(
+        self, signals: NDArray[np.float32], greedy: NDArray[np.bool_], leanings: Floats
+    ) -> tuple[Floats, Floats]:
+        """Log-odds as calibrated and c_k as corrected since, [R, g] each.
+
+        Args:
+            signals: [R, g, 2] of the drafter.
+            greedy: [R] modes.
+            leanings: [R] by how much each request does better than others, see `add_outcome`.
+        """
+        mode = np.where(greedy, 0, 1)
+        log_odds = self._calibration.log_odds(signals, greedy)
+        corrected = self.slopes[mode] * log_odds + self.offsets[mode] + leanings[:, None]
+        return log_odds, sigmoid(corrected)
 
     def add_rounds(self, greedy: bool, survivals: list[Floats]) -> None:
         """Take in survivals [g] of a request's rounds."""
@@ -61,15 +75,24 @@ class Experience:
         return recent[np.argsort(recent.sum(axis=1))]
 
     def add_outcome(
-        self, greedy: bool, confidence: Floats, num_verified: int, num_accepted: int
-    ) -> None:
-        """Take in the confidences c_k [g] of a draft and what came of it.
+        self,
+        greedy: bool,
+        log_odds: Floats,
+        confidence: Floats,
+        num_verified: int,
+        num_accepted: int,
+    ) -> float:
+        """Take in what `judge` said of a draft, [g] each, and what came of it.
 
         A step down the gradient of the log loss, for each position whose predecessors survived.
+        Returns by how much the leaning of its request moves.
         """
         known = min(num_accepted + 1, num_verified)
-        survived = np.arange(known) < num_accepted
-        self.offsets[0 if greedy else 1, :known] += OFFSET_STEP * (survived - confidence[:known])
+        surprise = (np.arange(known) < num_accepted) - confidence[:known]
+        mode = 0 if greedy else 1
+        self.offsets[mode, :known] += OFFSET_STEP * surprise
+        self.slopes[mode, :known] += SLOPE_STEP * surprise * log_odds[:known]
+        return LEANING_STEP * float(surprise.sum())
 
     def add_step(self, drafted: bool, predicted_s: float, measured_s: float) -> None:
         """Take in a decoding step's seconds; near a step of the other kind the two are compared.

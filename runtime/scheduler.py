@@ -85,6 +85,7 @@ class Scheduled(Protocol):
     request: Any  # its `greedy` and `policy`
     num_computed: int
     survivals: deque[NDArray[np.float64]]  # [g] of its last HISTORY_ROUNDS rounds, older first
+    leaning: float  # of its confidences, see `runtime.experience`
 
     @property
     def speculates(self) -> bool:
@@ -132,7 +133,8 @@ class Scheduler(Generic[S]):
         self._waiting: set[S] = set()  # and those not drafted for in this step
         self._steps_to_choice = 0
         self._steps_to_look = LOOK_STEPS
-        self._confidences: dict[S, NDArray[np.float64]] = {}  # [g] of this step's drafts
+        # Of this step's drafts: log-odds as calibrated and confidences, [g] each.
+        self._judged: dict[S, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         self._looked_at: S | None = None
         self._steps_to_plain_look = PLAIN_LOOK_STEPS
         self._experience = None if tables is None else Experience(tables.calibration)
@@ -161,7 +163,7 @@ class Scheduler(Generic[S]):
     def plan(self, decoding: list[S]) -> None:
         """Begin a step in which these sequences decode: decide for which of them to draft."""
         self._num_decoding = len(decoding)
-        self._confidences.clear()
+        self._judged.clear()
         if not decoding:
             return
         self._longest_context = max(s.num_computed for s in decoding)
@@ -276,7 +278,11 @@ class Scheduler(Generic[S]):
     def _confidence(self, sequences: list[S], signals: NDArray[np.float32]) -> NDArray[np.float64]:
         if self._experience is None:
             return head_confidence(signals)
-        return self._experience.confidence(signals, np.array([s.request.greedy for s in sequences]))
+        greedy = np.array([s.request.greedy for s in sequences])
+        leanings = np.array([s.leaning for s in sequences])
+        log_odds, confidence = self._experience.judge(signals, greedy, leanings)
+        self._judged.update(zip(sequences, zip(log_odds, confidence, strict=True), strict=True))
+        return confidence
 
     def _fixed(self, policy: Policy, caps: NDArray[np.int64]) -> NDArray[np.int64]:
         return fixed_lengths(caps, None if policy.argument is None else int(policy.argument))
@@ -307,15 +313,15 @@ class Scheduler(Generic[S]):
             rounds = [survival[row]] * (LOOK_WEIGHT if sequence is self._looked_at else 1)
             sequence.survivals.extend(rounds)
             experience.add_rounds(sequence.request.greedy, rounds)
-            self._confidences[sequence] = confidence[row]
         return lengths
 
     def end_round(self, sequence: S, num_verified: int, num_accepted: int) -> None:
         """Learn what came of a sequence's draft."""
-        confidence = self._confidences.pop(sequence, None)
-        if confidence is not None and self._experience is not None:
-            mode = sequence.request.greedy
-            self._experience.add_outcome(mode, confidence, num_verified, num_accepted)
+        judged = self._judged.pop(sequence, None)
+        if judged is not None and self._experience is not None:
+            sequence.leaning += self._experience.add_outcome(
+                sequence.request.greedy, *judged, num_verified, num_accepted
+            )
 
     def end_decoding(
         self, num_drafted: int, num_verified: int, new_context_tokens: int, measured_s: float

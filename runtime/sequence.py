@@ -47,6 +47,7 @@ class Sequence:
     survivals: deque[NDArray[np.float64]] = field(  # [g] of the last rounds, older first
         default_factory=lambda: deque(maxlen=HISTORY_ROUNDS)
     )
+    leaning: float = 0.0  # of its confidences, see `runtime.experience`
     finish_reason: FinishReason | None = None
     ended: bool = False  # the final output has been sent
 

@@ -186,6 +186,7 @@ class Stub:
     num_pending: int = 1
     speculates: bool = True
     survivals: deque[Any] = field(default_factory=lambda: deque(maxlen=HISTORY_ROUNDS))
+    leaning: float = 0.0
 
 
 def _scheduler(tables: Tables, min_gain: float) -> Scheduler[Stub]:
