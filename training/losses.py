@@ -58,7 +58,7 @@ class TokenLoss(torch.autograd.Function):
 
     Every term depends on log q at a few tokens t only. With s_t the slope of the loss in log q_t,
     the gradient in the logits is s - q * sum(s): one pass over the vocabulary where automatic
-    differentiation takes one for each operation, and those passes are a third of a step.
+    differentiation takes one for each operation; those took a fifth of a step.
     """
 
     @staticmethod
