@@ -2,7 +2,9 @@
 
 The scheduler that serves decides here too, step by step; only engines and clock are replaced. A
 round comes from the recording: as many draft tokens are accepted as were then, or as many as are
-verified now if that is fewer. Steps take what the cost table says.
+verified now if that is fewer. Steps take what the cost table says, which is of the engines alone;
+what clients, Triton and bookkeeping add on the same cores is learned from plain decoding in a
+report of `dspark bench load` (`--serving`).
 """
 
 from __future__ import annotations
@@ -86,6 +88,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--cost", type=Path, metavar="FILE", help="a cost.json (default: the built model's)"
     )
+    parser.add_argument(
+        "--serving",
+        type=Path,
+        metavar="FILE",
+        help="report of `dspark bench load`, whose plain decoding says by how much serving slows "
+        "steps (default: not at all)",
+    )
     parser.add_argument("--concurrency", default="1,2,4,8,16", help="default: %(default)s")
     parser.add_argument(
         "--policies",
@@ -115,9 +124,16 @@ def _simulate(args: argparse.Namespace) -> int:
     cost_path = args.cost or engine_dir / (manifest.cost or "")
     tables = Tables(parse_cost(cost_path.read_text()), load_calibration(engine_dir, manifest))
     recording = load_recording(args.rounds)
+    served = _results(args.serving) if args.serving else []
     results = [
         simulate(
-            tables, recording, policy, concurrency, args.max_new_tokens, concurrency * args.requests
+            tables,
+            recording,
+            policy,
+            concurrency,
+            args.max_new_tokens,
+            concurrency * args.requests,
+            slowdown(served, concurrency),
         )
         for concurrency in map(int, args.concurrency.split(","))
         for policy in args.policies.split(",")
@@ -125,13 +141,33 @@ def _simulate(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"machine": tables.cost.identity["machine"], "results": results}
     print_table(results)
     if args.compare:
-        report["compared"] = compare(results, json.loads(args.compare.read_text())["results"])
+        report["compared"] = compare(results, _results(args.compare))
         _print_comparison(report["compared"])
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.plot:
         plot(results, args.plot)
     return 0
+
+
+def _results(path: Path) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = json.loads(path.read_text())["results"]
+    return results
+
+
+def slowdown(served: list[dict[str, Any]], concurrency: int) -> float:
+    """By how much steps of plain decoding took longer than the cost table says; 1 if unknown.
+
+    Between the measured concurrencies it is interpolated, beyond them that of the nearest.
+    """
+    ratios = {
+        r["concurrency"]: 1 / r["predicted_over_measured"]
+        for r in served
+        if r["policy"] == "off" and r["predicted_over_measured"]
+    }
+    if not ratios:
+        return 1.0
+    return float(np.interp(concurrency, sorted(ratios), [ratios[c] for c in sorted(ratios)]))
 
 
 def simulate(
@@ -141,10 +177,12 @@ def simulate(
     concurrency: int,
     max_new_tokens: int,
     num_requests: int,
+    slower: float = 1.0,
 ) -> dict[str, Any]:
     """Closed-loop clients under one policy; the fields that `dspark bench load` reports too.
 
-    As there, it ends once the first client finds no more work.
+    As there, it ends once the first client finds no more work. Steps take `slower` times what the
+    cost table says.
     """
     block = recording.rounds.signals.shape[1]
     config = RuntimeConfig(max_batch_requests=concurrency)
@@ -163,7 +201,7 @@ def simulate(
         decoding = [s for s in running if s.is_decoding]
         scheduler.plan(decoding)
         step_s, outcome = _decode(scheduler, decoding, block)
-        step_s += _prefill(tables, running, config.prefill_chunk_tokens)
+        step_s = slower * (step_s + _prefill(tables, running, config.prefill_chunk_tokens))
         now += step_s
         gauge.update(step_s, len(running), 0)
         for sequence, (verified, accepted) in outcome.items():
@@ -229,16 +267,23 @@ def _prefill(tables: Tables, running: list[SimulatedSequence], budget: int) -> f
 
 
 def _requests(recording: Recording, max_tokens: int, count: int) -> Iterator[SimulatedSequence]:
-    """The recorded requests in an order that mixes them, again and again."""
-    numbers = np.unique(recording.rounds.request)
+    """The recorded requests in an order that mixes them, again and again.
+
+    Answers that were shorter than the longest by more than a block had ended, and end here too.
+    """
+    rounds = recording.rounds
+    numbers = np.unique(rounds.request)
+    lengths = 1 + np.bincount(rounds.request, rounds.accepted + 1).astype(int)
+    limit = lengths.max() - rounds.signals.shape[1]
     order = np.random.default_rng(0).permutation(numbers)
     for i in range(count):
         number = order[i % len(order)]
-        rows = np.nonzero(recording.rounds.request == number)[0]
+        rows = np.nonzero(rounds.request == number)[0]
+        length = int(lengths[number])
         yield SimulatedSequence(
             _Mode(bool(recording.greedy[number])),
             int(recording.prompt_tokens[number]),
-            max_tokens,
+            min(max_tokens, length) if length < limit else max_tokens,
             _rounds_of(recording, rows),
         )
 

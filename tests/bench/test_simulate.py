@@ -10,7 +10,7 @@ import pytest
 from bench.article import article_results
 from bench.load import plot
 from bench.record import Recording, judge, load_recording
-from bench.simulate import compare, simulate
+from bench.simulate import compare, simulate, slowdown
 from engines.calibrate import Rounds
 from runtime.config import ConfigError
 from tests.runtime.fakes import BLOCK_SIZE, make_tables
@@ -35,6 +35,18 @@ def test_plain_decoding_yields_a_token_a_step() -> None:
     assert result["tokens_per_s"] == pytest.approx(1.0)
     assert result["user_tokens_per_s"] == pytest.approx(1.0)
     assert result["accepted_length"] == 1
+
+
+def test_serving_slows_steps_by_what_plain_decoding_showed() -> None:
+    tables = make_tables(request_s=0.0, token_s=0.0)
+    served = [
+        {"concurrency": c, "policy": policy, "predicted_over_measured": ratio}
+        for c, policy, ratio in [(1, "off", 0.8), (2, "off", 0.5), (2, "fixed", 0.1), (4, "off", 0)]
+    ]
+    assert [slowdown(served, c) for c in (1, 2, 16)] == [1.25, 2.0, 2.0]
+    assert slowdown([], 1) == 1
+    result = simulate(tables, _recording(0, 0.0), "off", 1, 21, 2, slower=1.25)
+    assert result["tokens_per_s"] == pytest.approx(0.8)
 
 
 def test_whole_drafts_that_are_accepted_yield_a_block_and_one() -> None:
