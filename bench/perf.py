@@ -27,6 +27,7 @@ from triton_repo.contract import MODEL_NAME
 from triton_repo.server import Address, ServerError, TritonServer
 
 WHEEL = "tritonclient==2.50.0"  # the last release that carries perf_analyzer
+ATTEMPTS = 3  # now and then the program ends without an error and with half of its export written
 _DEBIAN_PACKAGES = {"libb64.so.0d": "libb64-0d"}
 _PROMPTS = (
     "What is the capital of France?",
@@ -105,7 +106,7 @@ def _run(args: argparse.Namespace) -> None:
             inputs = args.out / f"inputs-{policy.replace(':', '-')}.json"
             inputs.write_text(json.dumps(make_inputs(prompts, policy, args.max_tokens)))
             rows = [
-                _measure(program, environment, server.address, inputs, clients, args)
+                measure(program, environment, server.address, inputs, clients, args)
                 for clients in concurrencies(args.concurrency)
             ]
             _print_table(policy, rows)
@@ -177,7 +178,7 @@ def _fetch(folder: Path, program: Path) -> None:
     wheels[0].unlink()
 
 
-def _measure(
+def measure(
     program: Path,
     environment: dict[str, str],
     address: Address,
@@ -185,15 +186,22 @@ def _measure(
     clients: int,
     args: argparse.Namespace,
 ) -> Row:
+    """Run the program at one concurrency. Raises ConfigError when it fails."""
     export = inputs.with_name(f"{inputs.stem.replace('inputs', 'export')}-{clients}.json")
     command = [str(program), "-m", MODEL_NAME, "-u", f"{address.client_host}:{address.grpc_port}"]
     command += ["-i", "grpc", "--async", "--streaming", f"--input-data={inputs}"]
     command += [f"--concurrency-range={clients}", f"--request-count={max(args.requests, clients)}"]
     command += [f"--profile-export-file={export}", "--max-threads=8"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if run.returncode or not export.is_file():
-        raise ConfigError(f"perf_analyzer failed: {(run.stderr or run.stdout).strip()[-500:]}")
-    return summarise(json.loads(export.read_text()), args.max_tokens)
+    for _ in range(ATTEMPTS):
+        export.unlink(missing_ok=True)
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if run.returncode or not export.is_file():
+            raise ConfigError(f"perf_analyzer failed: {(run.stderr or run.stdout).strip()[-500:]}")
+        try:
+            return summarise(json.loads(export.read_text()), args.max_tokens)
+        except json.JSONDecodeError:
+            continue
+    raise ConfigError(f"perf_analyzer left only a part of {export}, {ATTEMPTS} times: run it again")
 
 
 def summarise(export: dict[str, Any], num_tokens: int) -> Row:

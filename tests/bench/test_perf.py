@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 from pathlib import Path
@@ -10,9 +11,18 @@ from typing import Any
 import pytest
 
 from bench import perf
-from bench.perf import Row, concurrencies, make_inputs, prepare_perf_analyzer, summarise
+from bench.perf import (
+    ATTEMPTS,
+    Row,
+    concurrencies,
+    make_inputs,
+    measure,
+    prepare_perf_analyzer,
+    summarise,
+)
 from runtime.config import ConfigError
 from triton_repo.contract import INPUTS
+from triton_repo.server import Address
 
 
 @pytest.mark.parametrize(
@@ -54,6 +64,34 @@ def test_summary_of_an_export() -> None:
         inter_token_ms=pytest.approx((40 / 4 + 30 / 4) / 2),
         request_ms=pytest.approx(55.0),
     )
+
+
+HALF_AN_EXPORT = """#!/bin/sh
+for argument; do case $argument in --profile-export-file=*) export=${argument#*=}; esac; done
+echo run >> runs
+whole='{"experiments": [{"experiment": {"value": 1}, "requests":
+  [{"timestamp": 0, "response_timestamps": [1000000, 3000000]}]}]}'
+if [ $(wc -l < runs) -lt WHOLE_AT ]; then echo '{"experiments": [{"ex' > "$export"
+else echo "$whole" > "$export"; fi
+"""
+
+
+@pytest.mark.parametrize(("whole_at", "num_runs"), [(2, 2), (9, 3)])
+def test_half_an_export_is_measured_again(
+    whole_at: int, num_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "perf_analyzer"
+    program.write_text(HALF_AN_EXPORT.replace("WHOLE_AT", str(whole_at)))
+    program.chmod(0o755)
+    args = argparse.Namespace(requests=1, max_tokens=3)
+    measured = (program, dict(os.environ), Address(), tmp_path / "inputs-off.json", 1, args)
+    if whole_at <= ATTEMPTS:
+        assert measure(*measured).inter_token_ms == pytest.approx(1.0)
+    else:
+        with pytest.raises(ConfigError, match=r"left only a part of .*export-off-1\.json, 3 times"):
+            measure(*measured)
+    assert len((tmp_path / "runs").read_text().split()) == num_runs
 
 
 def test_a_missing_system_library_is_named_with_its_package(
