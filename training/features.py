@@ -129,9 +129,9 @@ class FeatureCache:
             metas = [self.store.metas[index] for index in batch]
             ids = [torch.from_numpy(self.store.sequence(index)).to(device) for index in batch]
             outputs = target.forward_batch(ids, [meta.a - 1 for meta in metas])
-            for index, out in zip(batch, outputs, strict=True):
+            for index, meta, out in zip(batch, metas, outputs, strict=True):
                 self._write(index, out)
-                progress(self.store.metas[index].n)
+                progress(meta.n)
 
     def _batches(self, indices: list[int]) -> Iterator[list[int]]:
         """Sequences of like lengths together, in nearly the given order."""
