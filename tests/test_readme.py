@@ -30,7 +30,7 @@ def test_every_folder_is_in_the_tree() -> None:
     assert tree == folders | {"models"}
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"`dspark (\w+)", README))))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`dspark ([\w-]+)", README))))
 def test_every_command_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([command, "--help"])
