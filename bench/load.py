@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.client import (
     EXPORT_S,
@@ -30,21 +30,12 @@ from bench.client import (
     server_metrics,
 )
 from bench.prompts import read_prompts
+from bench.workload import Item, work_slices
 from runtime.cli import run_guarded
 from runtime.cost import machine
 from runtime.schedule import THRESHOLD_BASE, load_threshold, parse_policy
 
-TEMPERATURES = (0.0, 1.0)
 PHASES = ("admit", "draft", "schedule", "pack", "verify", "accept", "commit", "emit")
-
-
-class Work(NamedTuple):
-    """One request: its prompt set, text, temperature and seed."""
-
-    prompt_set: str
-    text: str
-    temperature: float
-    seed: int
 
 
 @dataclass
@@ -53,7 +44,7 @@ class Tally:
 
     seconds: float = 0.0  # with all clients busy
     tokens: int = 0  # that came in this time
-    timings: list[tuple[Work, Timing]] = field(default_factory=list)
+    timings: list[tuple[Item, Timing]] = field(default_factory=list)
     change: Counter[str] = field(default_factory=Counter)
     loads: list[float] = field(default_factory=list)
 
@@ -121,22 +112,25 @@ def _load(args: argparse.Namespace) -> int:
 
     policies = args.policies.split(",")
     concurrencies = [int(c) for c in args.concurrency.split(",")]
-    work = _mixed({path.stem: read_prompts(path, 0) for path in args.prompts})
-    _slice(args, "off", [next(work)], 1, Tally())  # warm up
+    prompts = {path.stem: read_prompts(path, 0) for path in args.prompts}
+    sizes = {name: len(texts) for name, texts in prompts.items()}
+    slices = list(work_slices(sizes, concurrencies, args.slices, args.requests))
+    _slice(args, prompts, "off", slices[0][1][:1], 1, Tally())  # warm up
     tallies: dict[tuple[int, str], Tally] = defaultdict(Tally)
     deadline_s = time.monotonic() + (args.timeout_s or float("inf"))
-    turns = [(i, c) for i in range(args.slices) for c in concurrencies]
-    for i, concurrency in tqdm(turns, unit="slice", desc="bench load"):
+    for i, (concurrency, batch) in enumerate(tqdm(slices, unit="slice", desc="bench load")):
         if time.monotonic() > deadline_s:
+            slices = slices[:i]
             break
-        batch = [next(work) for _ in range(concurrency * args.requests)]
-        shift = i % len(policies)
+        shift = i // len(concurrencies) % len(policies)
         for policy in policies[shift:] + policies[:shift]:
-            _slice(args, policy, batch, concurrency, tallies[concurrency, policy])
+            _slice(args, prompts, policy, batch, concurrency, tallies[concurrency, policy])
     report = {
         "machine": machine(),
         "max_new_tokens": args.max_new_tokens,
-        "prompts": [path.stem for path in args.prompts],
+        "prompts": list(prompts),
+        "slices": len(slices) // len(concurrencies),
+        "requests": args.requests,
         "results": [_result(c, p, tallies[c, p]) for c in concurrencies for p in policies],
     }
     _add_ratios(report["results"])
@@ -148,22 +142,16 @@ def _load(args: argparse.Namespace) -> int:
     return 0
 
 
-def _mixed(sets: dict[str, list[str]]) -> Any:
-    """Requests without end: the sets take turns, and so do the temperatures of each set."""
-    seed = 0
-    while True:
-        for row in range(max(len(prompts) for prompts in sets.values())):
-            for name, prompts in sets.items():
-                seed += 1
-                temperature = TEMPERATURES[row % len(TEMPERATURES)]
-                yield Work(name, prompts[row % len(prompts)], temperature, seed)
-
-
 def _slice(
-    args: argparse.Namespace, policy: str, batch: list[Work], concurrency: int, tally: Tally
+    args: argparse.Namespace,
+    prompts: dict[str, list[str]],
+    policy: str,
+    batch: list[Item],
+    concurrency: int,
+    tally: Tally,
 ) -> None:
     """Run a batch under one policy with that many clients, and book it."""
-    waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[Item] = queue.SimpleQueue()
     for item in batch:
         waiting.put(item)
     before = server_metrics(args)
@@ -171,8 +159,8 @@ def _slice(
     done = threading.Event()
     idle_since_s: list[float] = []
 
-    def drain(client: Client) -> list[tuple[Work, Timing]]:
-        own: list[tuple[Work, Timing]] = []
+    def drain(client: Client) -> list[tuple[Item, Timing]]:
+        own: list[tuple[Item, Timing]] = []
         while True:
             try:
                 item = waiting.get_nowait()
@@ -180,7 +168,7 @@ def _slice(
                 idle_since_s.append(time.perf_counter())
                 return own
             timing = client.ask(
-                text_input=item.text,
+                text_input=prompts[item.prompt_set][item.row],
                 max_tokens=args.max_new_tokens,
                 temperature=item.temperature,
                 seed=item.seed,
@@ -244,7 +232,7 @@ def _result(concurrency: int, policy: str, tally: Tally) -> dict[str, Any]:
     }
 
 
-def _by_set(timings: list[tuple[Work, Timing]]) -> dict[str, float]:
+def _by_set(timings: list[tuple[Item, Timing]]) -> dict[str, float]:
     """Output tokens over the time that requests of each set took."""
     tokens: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)

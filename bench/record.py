@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.prompts import read_prompts
+from bench.workload import TEMPERATURES, Item
 from engines.calibrate import RoundLog, Rounds, errors, outcomes
 from runtime.calibration import Calibration, head_confidence, load_calibration, sigmoid
 from runtime.cli import add_model_arguments, open_model, run_guarded
@@ -27,7 +28,6 @@ from runtime.experience import Experience
 from runtime.request import RequestOutput, validate_request
 from training.scores import auc
 
-TEMPERATURES = (0.0, 1.0)
 BATCH = 8
 
 
@@ -38,6 +38,19 @@ class Recording:
     rounds: Rounds
     greedy: NDArray[np.bool_]  # [q]
     prompt_tokens: NDArray[np.int64]  # [q]
+    prompt_set: NDArray[np.str_]  # [q]
+    row: NDArray[np.int64]  # [q] of the prompt in its set
+
+    def sizes(self) -> dict[str, int]:
+        """Rows of each prompt set, in the order of recording."""
+        names = dict.fromkeys(self.prompt_set.tolist())
+        return {name: 1 + int(self.row[self.prompt_set == name].max()) for name in names}
+
+    def find(self, item: Item) -> int:
+        """Number of the recorded request that an item of the load benchmark asks for."""
+        same_mode = self.greedy == (item.temperature == 0)
+        found = same_mode & (self.prompt_set == item.prompt_set) & (self.row == item.row)
+        return int(np.nonzero(found)[0][0])
 
     def of_mode(self, greedy: bool) -> Rounds:
         """The rounds of one mode."""
@@ -78,8 +91,13 @@ class Recording:
     def save(self, path: Path) -> None:
         """Write an .npz file."""
         np.savez_compressed(
-            path, **vars(self.rounds), greedy=self.greedy, prompt_tokens=self.prompt_tokens
+            path,
+            **vars(self.rounds),
+            **{name: getattr(self, name) for name in _REQUEST_FIELDS},
         )
+
+
+_REQUEST_FIELDS = ("greedy", "prompt_tokens", "prompt_set", "row")
 
 
 def load_recording(path: Path) -> Recording:
@@ -88,7 +106,7 @@ def load_recording(path: Path) -> Recording:
         with np.load(path, allow_pickle=False) as arrays:
             names = ("signals", "verified", "accepted", "request")
             rounds = Rounds(*(arrays[name] for name in names))
-            return Recording(rounds, arrays["greedy"], arrays["prompt_tokens"])
+            return Recording(rounds, *(arrays[name] for name in _REQUEST_FIELDS))
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{path} holds no recorded rounds: run `dspark bench record`") from error
 
@@ -117,8 +135,8 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 @run_guarded
 def _record(args: argparse.Namespace) -> int:
     model = open_model(args, max_batch_requests=BATCH, policy="fixed", prefix_cache_mb=0)
-    texts = [text for path in args.prompts for text in read_prompts(path, args.limit)]
-    recording = record(model, texts, args.max_new_tokens)
+    prompts = {path.stem: read_prompts(path, args.limit) for path in args.prompts}
+    recording = record(model, prompts, args.max_new_tokens)
     model.close()
     try:
         calibration = load_calibration(args.build_dir / args.name / "engines", model.manifest)
@@ -138,11 +156,12 @@ def _record(args: argparse.Namespace) -> int:
     return 0
 
 
-def record(model: Any, texts: list[str], max_new_tokens: int) -> Recording:
-    """Decode all texts in both modes, several at once."""
+def record(model: Any, prompts: dict[str, list[str]], max_new_tokens: int) -> Recording:
+    """Decode all prompts of all sets in both modes, several at once."""
     from tqdm import tqdm
 
     loop, log = model.make_loop(), RoundLog()
+    texts = [(name, row, text) for name, texts in prompts.items() for row, text in enumerate(texts)]
     loop.on_round = log
     bar = tqdm(total=len(texts) * len(TEMPERATURES), unit="request", desc="bench record")
 
@@ -150,21 +169,20 @@ def record(model: Any, texts: list[str], max_new_tokens: int) -> Recording:
         if output.finish_reason is not None:
             bar.update()
 
-    greedy, prompt_tokens = [], []
+    kept: list[tuple[bool, int, str, int]] = []
     for temperature in TEMPERATURES:
-        for seed, text in enumerate(texts):
+        for seed, (name, row, text) in enumerate(texts):
             ids = model.tokenizer.encode_prompt(text, False, model.config.max_prompt_bytes)
             fields = {"temperature": temperature, "seed": seed, "acceptance": "rejection"}
             request = validate_request(
                 {"prompt_ids": ids, "max_tokens": max_new_tokens, **fields}, model.limits
             )
             loop.add(request, on_output)
-            greedy.append(temperature == 0)
-            prompt_tokens.append(len(ids))
+            kept.append((temperature == 0, len(ids), name, row))
     while loop.has_work:
         loop.step()
     bar.close()
-    return Recording(log.rounds(first_request=1), np.array(greedy), np.array(prompt_tokens))
+    return Recording(log.rounds(first_request=1), *map(np.array, zip(*kept, strict=True)))
 
 
 def judge(recording: Recording, calibration: Calibration | None) -> dict[str, dict[str, Any]]:

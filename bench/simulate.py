@@ -10,12 +10,11 @@ report of `dspark bench load` (`--serving`).
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from bench.load import plot, print_table
 from bench.record import Recording, load_recording
+from bench.workload import work_slices
 from runtime.calibration import load_calibration
 from runtime.cli import add_folder_arguments, run_guarded
 from runtime.config import RuntimeConfig
@@ -59,7 +59,6 @@ class SimulatedSequence:
     )
     leaning: float = 0.0
     first_s: float = 0.0
-    end_s: float = 0.0
 
     @property
     def num_pending(self) -> int:
@@ -70,6 +69,11 @@ class SimulatedSequence:
     def is_decoding(self) -> bool:
         """Whether the prompt is through."""
         return self.num_output > 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete."""
+        return self.num_output >= self.max_tokens
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -103,14 +107,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument(
-        "--requests",
+        "--slices",
         type=int,
-        default=12,
+        default=6,
         metavar="N",
-        help="that each client sends, one after another (default: %(default)s)",
+        help="as many times the clients start with an idle server (default: %(default)s)",
     )
     parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="report of `dspark bench load` to compare with"
+        "--requests",
+        type=int,
+        default=3,
+        metavar="N",
+        help="that each client sends in a slice, one after another (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE",
+        help="report of `dspark bench load`: simulate its requests and compare",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report here as JSON")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the report here as PNG")
@@ -124,24 +138,29 @@ def _simulate(args: argparse.Namespace) -> int:
     cost_path = args.cost or engine_dir / (manifest.cost or "")
     tables = Tables(parse_cost(cost_path.read_text()), load_calibration(engine_dir, manifest))
     recording = load_recording(args.rounds)
-    served = _results(args.serving) if args.serving else []
+    served = _report(args.serving)["results"] if args.serving else []
+    measured = _report(args.compare) if args.compare else None
+    if measured:
+        concurrencies = list(dict.fromkeys(r["concurrency"] for r in measured["results"]))
+        policies = list(dict.fromkeys(r["policy"] for r in measured["results"]))
+        slices, requests = measured["slices"], measured["requests"]
+        max_new_tokens = measured["max_new_tokens"]
+    else:
+        concurrencies = [int(c) for c in args.concurrency.split(",")]
+        policies = args.policies.split(",")
+        slices, requests, max_new_tokens = args.slices, args.requests, args.max_new_tokens
+    work: dict[int, list[list[int]]] = {c: [] for c in concurrencies}
+    for concurrency, items in work_slices(recording.sizes(), concurrencies, slices, requests):
+        work[concurrency].append([recording.find(item) for item in items])
     results = [
-        simulate(
-            tables,
-            recording,
-            policy,
-            concurrency,
-            args.max_new_tokens,
-            concurrency * args.requests,
-            slowdown(served, concurrency),
-        )
-        for concurrency in map(int, args.concurrency.split(","))
-        for policy in args.policies.split(",")
+        simulate(tables, recording, policy, c, max_new_tokens, numbers, slowdown(served, c))
+        for c, numbers in work.items()
+        for policy in policies
     ]
     report: dict[str, Any] = {"machine": tables.cost.identity["machine"], "results": results}
     print_table(results)
-    if args.compare:
-        report["compared"] = compare(results, _results(args.compare))
+    if measured:
+        report["compared"] = compare(results, measured["results"])
         _print_comparison(report["compared"])
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -150,9 +169,9 @@ def _simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _results(path: Path) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = json.loads(path.read_text())["results"]
-    return results
+def _report(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
 
 
 def slowdown(served: list[dict[str, Any]], concurrency: int) -> float:
@@ -176,60 +195,63 @@ def simulate(
     policy: str,
     concurrency: int,
     max_new_tokens: int,
-    num_requests: int,
+    slices: list[list[int]],
     slower: float = 1.0,
 ) -> dict[str, Any]:
     """Closed-loop clients under one policy; the fields that `dspark bench load` reports too.
 
-    As there, it ends once the first client finds no more work. Steps take `slower` times what the
-    cost table says.
+    They share the recorded requests of each slice by their numbers. As there, a slice counts until
+    the first client finds no more work. Steps take `slower` times what the cost table says.
     """
     block = recording.rounds.signals.shape[1]
-    config = RuntimeConfig(max_batch_requests=concurrency)
-    metrics, gauge = Metrics(), LoadGauge(config)
+    config = RuntimeConfig()
+    config = replace(config, max_batch_requests=max(concurrency, config.max_batch_requests))
+    gauge = LoadGauge(config)
     scheduler: Scheduler[SimulatedSequence] = Scheduler(
-        parse_policy(policy, block), config, metrics, tables, gauge
+        parse_policy(policy, block), config, Metrics(), tables, gauge
     )
-    arrivals = _requests(recording, max_new_tokens, num_requests)
-    running: list[SimulatedSequence] = []
-    finished: list[SimulatedSequence] = []
-    now, verified_tokens, rounds, accepted_tokens = 0.0, 0, 0, 0
-    while True:
-        running += itertools.islice(arrivals, concurrency - len(running))
-        if len(running) < concurrency:
-            break
-        decoding = [s for s in running if s.is_decoding]
-        scheduler.plan(decoding)
-        step_s, outcome = _decode(scheduler, decoding, block)
-        step_s = slower * (step_s + _prefill(tables, running, config.prefill_chunk_tokens))
-        now += step_s
-        gauge.update(step_s, len(running), 0)
-        for sequence, (verified, accepted) in outcome.items():
-            gained = min(accepted + 1, sequence.max_tokens - sequence.num_output)
-            sequence.num_output += gained
-            sequence.num_computed += gained
-            rounds, verified_tokens = rounds + 1, verified_tokens + verified
-            accepted_tokens += min(accepted, gained)
-            scheduler.end_round(sequence, verified, accepted)
-            if not scheduler.speculates(sequence):
-                sequence.num_drafter_computed = sequence.num_computed
-        for sequence in running:
-            if sequence.is_decoding and not sequence.first_s:
-                sequence.first_s = now
-            if sequence.num_output >= sequence.max_tokens:
-                sequence.end_s = now
-                finished.append(sequence)
-        running = [s for s in running if s.num_output < s.max_tokens]
-    tokens = sum(s.num_output for s in running + finished)
-    per_user = [(s.num_output - 1) / (s.end_s - s.first_s) for s in finished if s.num_output > 1]
+    totals, per_user = Counter[str](), list[float]()
+    now = 0.0
+    for numbers in slices:
+        waiting = deque(_sequence(recording, number, max_new_tokens) for number in numbers)
+        running: list[SimulatedSequence] = []
+        answered = 0  # in the last step: their clients' next requests arrive during this one
+        while len(waiting) >= concurrency - len(running):
+            free = concurrency - len(running) - (answered if running else 0)
+            running += [waiting.popleft() for _ in range(free)]
+            decoding = [s for s in running if s.is_decoding]
+            scheduler.plan(decoding)
+            step_s, outcome = _decode(scheduler, decoding, block)
+            step_s = slower * (step_s + _prefill(tables, running, config.prefill_chunk_tokens))
+            now += step_s
+            gauge.update(step_s, len(running), 0)
+            for sequence, (verified, accepted) in outcome.items():
+                gained = min(accepted + 1, sequence.max_tokens - sequence.num_output)
+                sequence.num_output += gained
+                sequence.num_computed += gained
+                totals.update(
+                    rounds=1, tokens=gained, verified=verified, accepted=min(accepted, gained)
+                )
+                scheduler.end_round(sequence, verified, accepted)
+                if not scheduler.speculates(sequence):
+                    sequence.num_drafter_computed = sequence.num_computed
+            for sequence in running:
+                if sequence.is_decoding and not sequence.first_s:
+                    sequence.first_s = now
+                    totals.update(tokens=1)
+                if sequence.is_finished and sequence.num_output > 1:
+                    per_user.append((sequence.num_output - 1) / (now - sequence.first_s))
+            answered = sum(s.is_finished for s in running)
+            running = [s for s in running if not s.is_finished]
+    rounds, verified, accepted = (totals[name] for name in ("rounds", "verified", "accepted"))
     return {
         "concurrency": concurrency,
         "policy": policy,
-        "tokens_per_s": tokens / now,
+        "tokens_per_s": totals["tokens"] / now,
         "user_tokens_per_s": statistics.mean(per_user) if per_user else 0.0,
-        "accepted_length": 1 + accepted_tokens / rounds if rounds else 0.0,
-        "verified_per_round": verified_tokens / rounds if rounds else 0.0,
-        "acceptance": accepted_tokens / verified_tokens if verified_tokens else None,
+        "accepted_length": 1 + accepted / rounds if rounds else 0.0,
+        "verified_per_round": verified / rounds if rounds else 0.0,
+        "acceptance": accepted / verified if verified else None,
         "load": gauge.value,
     }
 
@@ -266,26 +288,19 @@ def _prefill(tables: Tables, running: list[SimulatedSequence], budget: int) -> f
     return tables.cost.prefill_token_s * done
 
 
-def _requests(recording: Recording, max_tokens: int, count: int) -> Iterator[SimulatedSequence]:
-    """The recorded requests in an order that mixes them, again and again.
-
-    Answers that were shorter than the longest by more than a block had ended, and end here too.
+def _sequence(recording: Recording, number: int, max_tokens: int) -> SimulatedSequence:
+    """A recorded request. One whose answer was shorter than the longest by more than a block ends
+    there, for the answer had ended.
     """
-    rounds = recording.rounds
-    numbers = np.unique(rounds.request)
-    lengths = 1 + np.bincount(rounds.request, rounds.accepted + 1).astype(int)
-    limit = lengths.max() - rounds.signals.shape[1]
-    order = np.random.default_rng(0).permutation(numbers)
-    for i in range(count):
-        number = order[i % len(order)]
-        rows = np.nonzero(rounds.request == number)[0]
-        length = int(lengths[number])
-        yield SimulatedSequence(
-            _Mode(bool(recording.greedy[number])),
-            int(recording.prompt_tokens[number]),
-            min(max_tokens, length) if length < limit else max_tokens,
-            _rounds_of(recording, rows),
-        )
+    rows = np.nonzero(recording.rounds.request == number)[0]
+    lengths = 1 + np.bincount(recording.rounds.request, recording.rounds.accepted + 1).astype(int)
+    length, limit = int(lengths[number]), lengths.max() - recording.rounds.signals.shape[1]
+    return SimulatedSequence(
+        _Mode(bool(recording.greedy[number])),
+        int(recording.prompt_tokens[number]),
+        min(max_tokens, length) if length < limit else max_tokens,
+        _rounds_of(recording, rows),
+    )
 
 
 def _rounds_of(

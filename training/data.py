@@ -30,12 +30,12 @@ class DataConfig:
     """What to generate. Shares are of all jobs; what is not greedy is half at 0.7, half at 1.0."""
 
     num_tokens: int = 550_000
-    max_prompt_tokens: int = 160
+    max_prompt_tokens: int = 256
     max_answer_tokens: int = 320
     invented_share: float = 0.45
     greedy_share: float = 0.46
     max_message_tokens: int = 96
-    jobs_per_chunk: int = 512
+    jobs_per_chunk: int = 2048
     seed: int = 0
 
     def __post_init__(self) -> None:

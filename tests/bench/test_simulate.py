@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,12 @@ from bench.article import article_results
 from bench.load import plot
 from bench.record import Recording, judge, load_recording
 from bench.simulate import compare, simulate, slowdown
+from bench.workload import Item, work_slices
 from engines.calibrate import Rounds
 from runtime.config import ConfigError
 from tests.runtime.fakes import BLOCK_SIZE, make_tables
+
+EIGHT = [[0, 1, 2, 3, 0, 1, 2, 3]]
 
 
 def _recording(accepted: int, logit: float, requests: int = 4) -> Recording:
@@ -25,12 +29,13 @@ def _recording(accepted: int, logit: float, requests: int = 4) -> Recording:
         np.full(count, accepted),
         np.repeat(np.arange(requests), 20),
     )
-    return Recording(rounds, np.arange(requests) % 2 == 0, np.full(requests, 10))
+    rows = np.arange(requests)
+    return Recording(rounds, rows % 2 == 0, np.full(requests, 10), np.full(requests, "set"), rows)
 
 
 def test_plain_decoding_yields_a_token_a_step() -> None:
     tables = make_tables(request_s=0.0, token_s=0.0)
-    result = simulate(tables, _recording(0, 0.0), "off", 1, 21, 2)
+    result = simulate(tables, _recording(0, 0.0), "off", 1, 21, [[0, 1]])
     # Prefill of 10 tokens takes 1 s and yields the first token, the others take 1 s each.
     assert result["tokens_per_s"] == pytest.approx(1.0)
     assert result["user_tokens_per_s"] == pytest.approx(1.0)
@@ -45,14 +50,36 @@ def test_serving_slows_steps_by_what_plain_decoding_showed() -> None:
     ]
     assert [slowdown(served, c) for c in (1, 2, 16)] == [1.25, 2.0, 2.0]
     assert slowdown([], 1) == 1
-    result = simulate(tables, _recording(0, 0.0), "off", 1, 21, 2, slower=1.25)
+    result = simulate(tables, _recording(0, 0.0), "off", 1, 21, [[0, 1]], slower=1.25)
     assert result["tokens_per_s"] == pytest.approx(0.8)
+
+
+def test_a_client_sends_its_next_request_while_the_others_take_a_step() -> None:
+    recording = _recording(0, 0.0)
+    keep = np.nonzero((recording.rounds.request != 0) | (np.arange(80) < 2))[0]
+    short = replace(recording, rounds=recording.rounds.of(keep))  # request 0 ends at 3 tokens
+    tables = make_tables(request_s=0.0, token_s=0.0)
+    # Two prompts (2 s), three tokens each (2 s), request 1 alone (1 s), with the prompt of request
+    # 2 (2 s), with request 2 (1 s); then a client finds no more work.
+    result = simulate(tables, short, "off", 2, 6, [[0, 1, 2]])
+    assert result["tokens_per_s"] == pytest.approx((3 + 6 + 2) / 8)
+
+
+def test_slices_share_the_sets_out_in_turns_and_go_on_where_they_stopped() -> None:
+    slices = list(work_slices({"a": 3, "b": 2}, [1, 2], 2, 2))
+    assert [concurrency for concurrency, _ in slices] == [1, 2, 1, 2]
+    assert [len(items) for _, items in slices] == [2, 4, 2, 4]
+    items = [item for _, own in slices for item in own]
+    assert [item.prompt_set for item in items[:4]] == ["a", "b", "a", "b"]
+    assert [item.row for item in items[:6]] == [0, 0, 1, 1, 2, 0]  # b starts again
+    assert [item.temperature for item in items[:6]] == [0, 0, 1, 1, 0, 0]
+    assert len({item.seed for item in items}) == len(items)
 
 
 def test_whole_drafts_that_are_accepted_yield_a_block_and_one() -> None:
     tables = make_tables(request_s=0.0, token_s=0.0, draft_s=0.5 / 1.1)
     tokens = 1 + 3 * (BLOCK_SIZE + 1)
-    result = simulate(tables, _recording(BLOCK_SIZE, 9.0), "fixed", 1, tokens, 1)
+    result = simulate(tables, _recording(BLOCK_SIZE, 9.0), "fixed", 1, tokens, [[0]])
     assert result["tokens_per_s"] == pytest.approx(tokens / (1 + 3 * 1.5))
     assert result["accepted_length"] == BLOCK_SIZE + 1
     assert result["verified_per_round"] == BLOCK_SIZE
@@ -62,7 +89,8 @@ def test_whole_drafts_that_are_accepted_yield_a_block_and_one() -> None:
 def test_scheduling_gets_out_of_the_way_of_a_drafter_that_knows_it_fails(policy: str) -> None:
     tables = make_tables(survival=0.01, token_s=0.3, draft_s=0.5)
     plain, own = (
-        simulate(tables, _recording(0, -9.0), p, 4, 40, 8)["tokens_per_s"] for p in ("off", policy)
+        simulate(tables, _recording(0, -9.0), p, 4, 40, EIGHT)["tokens_per_s"]
+        for p in ("off", policy)
     )
     assert own >= 0.98 * plain
 
@@ -72,7 +100,7 @@ def test_scheduling_uses_a_drafter_that_knows_it_succeeds(policy: str) -> None:
     tables = make_tables(survival=0.9, token_s=0.01, draft_s=0.1)
     recording = _recording(BLOCK_SIZE, 9.0)
     full, own = (
-        simulate(tables, recording, p, 4, 40, 8)["tokens_per_s"] for p in ("fixed", policy)
+        simulate(tables, recording, p, 4, 40, EIGHT)["tokens_per_s"] for p in ("fixed", policy)
     )
     assert own >= 0.99 * full
 
@@ -83,6 +111,8 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     loaded = load_recording(tmp_path / "rounds.npz")
     assert (loaded.rounds.signals == recording.rounds.signals).all()
     assert loaded.greedy.tolist() == recording.greedy.tolist()
+    assert loaded.sizes() == {"set": 4}
+    assert [loaded.find(Item("set", row, row % 2, 0)) for row in range(4)] == [0, 1, 2, 3]
     np.savez(tmp_path / "other.npz", x=np.zeros(1))
     with pytest.raises(ConfigError, match="holds no recorded rounds"):
         load_recording(tmp_path / "other.npz")
@@ -103,7 +133,8 @@ def test_a_server_learns_what_its_calibration_got_wrong() -> None:
 def test_results_are_compared_where_both_have_them_and_drawn(tmp_path: Path) -> None:
     tables = make_tables()
     results = [
-        simulate(tables, _recording(1, 0.0), p, 2, 16, 4) for p in ("off", "threshold", "fixed:1")
+        simulate(tables, _recording(1, 0.0), p, 2, 16, [[0, 1, 2, 3]])
+        for p in ("off", "threshold", "fixed:1")
     ]
     measured = [{**results[0], "tokens_per_s": results[0]["tokens_per_s"] * 2}]
     (row,) = compare(results, measured)
