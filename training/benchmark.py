@@ -32,9 +32,13 @@ class ConfidenceReport:
     ``survival_auc``: of the product c_1..c_k as a score for "all up to k accepted";
     ``conditional_auc`` and ``conditional_ece``: of c_k among rounds in which all before k were
     accepted. ECE over ten equal bins of c. NaN where only one outcome occurred.
+
+    ``best_survival_auc``: of the true probability of "all up to k accepted" given the tokens before
+    k, which no confidence can exceed: at temperature 1 the rest is chance.
     """
 
     survival_auc: list[float] = field(default_factory=list)
+    best_survival_auc: list[float] = field(default_factory=list)
     conditional_auc: list[float] = field(default_factory=list)
     conditional_ece: list[float] = field(default_factory=list)
     mean_confidence: list[float] = field(default_factory=list)
@@ -115,17 +119,21 @@ def cached_answers(stem: Path, target: Target, top_k: int = 512) -> list[CachedS
 
 def outcomes(
     score: SequenceScore, generator: np.random.Generator
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-    """Confidences and acceptances [A', g] at the anchors whose whole block exists."""
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    """Confidences, acceptances and true survivals [A', g] where the whole block exists."""
     whole = score.exists.all(axis=1)
+    confidences, matches = score.confidences[whole], score.matches[whole]
     if score.temperature == 0:
-        return score.confidences[whole], score.matches[whole]
-    coins = generator.random(score.ratios.shape) < score.ratios
-    return score.confidences[whole], coins[whole]
+        return confidences, matches, np.cumprod(matches, axis=1, dtype=np.float32)
+    ratios = score.ratios[whole]
+    before = np.cumprod(np.insert(ratios[:, :-1], 0, 1, axis=1), axis=1)
+    return confidences, generator.random(ratios.shape) < ratios, before * score.overlaps[whole]
 
 
 def confidence_report(
-    confidences: npt.NDArray[np.float32], accepted: npt.NDArray[np.bool_]
+    confidences: npt.NDArray[np.float32],
+    accepted: npt.NDArray[np.bool_],
+    true_survival: npt.NDArray[np.float32],
 ) -> ConfidenceReport:
     """Judge confidences [A, g] by what was accepted [A, g] (each position by itself)."""
     report = ConfidenceReport()
@@ -134,6 +142,7 @@ def confidence_report(
     for k in range(accepted.shape[1]):
         alive = reached & accepted[:, k]
         report.survival_auc.append(auc(survival[:, k], alive))
+        report.best_survival_auc.append(auc(true_survival[:, k], alive))
         c, hit = confidences[reached, k], accepted[reached, k]
         report.conditional_auc.append(auc(c, hit))
         report.conditional_ece.append(expected_calibration_error(c, hit))
@@ -156,9 +165,7 @@ def judge(
         summaries.append(summarise(scores))
         report = ConfidenceReport()
         if drafter.confidence_head is not None and scores:
-            pairs = [outcomes(score, generator) for score in scores]
-            report = confidence_report(
-                np.concatenate([c for c, _ in pairs]), np.concatenate([a for _, a in pairs])
-            )
+            results = zip(*(outcomes(score, generator) for score in scores), strict=True)
+            report = confidence_report(*map(np.concatenate, results))
         reports.append(report)
     return SetReport(len(greedy), summaries[0], summaries[1], reports[0], reports[1])

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.training.tiny import EOS, LAYER_IDS, VOCAB, tiny_drafter, tiny_target, write_store
-from training.benchmark import auc, cached_answers, confidence_report, expected_calibration_error
+from training.benchmark import cached_answers, confidence_report, outcomes
 from training.drafter import Drafter, PackedContext, target_to_draft
-from training.evaluate import conditional_rates, score_sequence, validate, walk
+from training.evaluate import SequenceScore, conditional_rates, score_sequence, validate, walk
 from training.features import CachedSequence
 from training.losses import acceptance
+from training.scores import auc, expected_calibration_error
 from training.target import Target
 
 
@@ -102,10 +103,29 @@ def test_auc_and_ece_by_hand() -> None:
     assert np.isnan(auc(scores, np.ones(4, dtype=bool)))
     assert expected_calibration_error(scores, hits) == pytest.approx((0.1 + abs(0.8 - 1) + 0.2) / 4)
     report = confidence_report(
-        np.array([[0.9, 0.5], [0.2, 0.5]], dtype=np.float32), np.array([[1, 1], [0, 1]], bool)
+        np.array([[0.9, 0.5], [0.2, 0.5]], dtype=np.float32),
+        np.array([[1, 1], [0, 1]], bool),
+        np.array([[0.4, 0.2], [0.4, 0.1]], dtype=np.float32),
     )
     assert report.survival_auc[0] == 1.0
+    assert report.best_survival_auc[0] == 0.5
     assert report.mean_acceptance == [0.5, 1.0]
+
+
+def test_no_confidence_ranks_better_than_the_true_survival() -> None:
+    rng = np.random.default_rng(0)
+    ratios = rng.random((4000, 2)).astype(np.float32)
+    overlaps = rng.random((4000, 2)).astype(np.float32)
+    # At the first position the coin falls with the ratio, whose mean is the overlap: here, equal.
+    overlaps[:, 0] = ratios[:, 0]
+    everything = np.ones((4000, 2), bool)
+    score = SequenceScore(1.0, np.arange(4000), everything, overlaps, ratios, ratios, everything)
+    confidences, accepted, survival = outcomes(score, rng)
+    assert survival[:, 0] == pytest.approx(ratios[:, 0])
+    assert survival[:, 1] == pytest.approx(ratios[:, 0] * overlaps[:, 1])
+    # P(accept) = u with u uniform: the best area under the curve is 5/6 (standard error 0.006).
+    report = confidence_report(confidences, accepted, survival)
+    assert report.best_survival_auc[0] == pytest.approx(5 / 6, abs=0.025)
 
 
 def test_target_layers_are_checked() -> None:
