@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.profiles import profiles, serving_limits
+from engines.single_token import MAX_SINGLE_TOKEN_ERROR, single_token_error, single_token_graph
 from engines.tensorrt_builder import (
     BuildError,
     PlanOptions,
@@ -25,7 +26,14 @@ from export.progress import say, step
 from export.publish import content_key, link_or_copy, publish
 from runtime import calibration, cost
 from runtime.config import RuntimeConfig
-from runtime.manifest import FILE_NAME, Artifact, Builder, Manifest, hash_file, load_manifest
+from runtime.manifest import (
+    FILE_NAME,
+    SINGLE_TOKEN,
+    Artifact,
+    Builder,
+    Manifest,
+    load_manifest,
+)
 from runtime.spec import drafter_inputs, verifier_inputs
 
 ONNXRUNTIME, TENSORRT = TARGETS = ("onnxruntime", "tensorrt")
@@ -62,15 +70,23 @@ def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
     )
 
     def make(partial: Path) -> None:
-        for artifact in manifest.artifacts.values():
+        artifacts = dict(manifest.artifacts)
+        for artifact in artifacts.values():
             _link(artifact, folder / "onnx", partial)
         for graph in GRAPHS:
             if graph in manifest.artifacts:
                 with step(f"loading the {graph} in ONNX Runtime"):
                     _load(partial / manifest.artifacts[graph].path, manifest.dtype, provider)
-        (partial / FILE_NAME).write_text(manifest.to_json())
+        if manifest.on_cpu and manifest.dtype == "fp32":
+            verifier = partial / artifacts["verifier"].path
+            single = verifier.with_stem(verifier.stem + SINGLE_TOKEN)
+            with step("looking for a lossless 4-bit form of the verifier's weights"):
+                files = single_token_graph(verifier, single)
+            if files and _may_replace(verifier, single, manifest):
+                artifacts["verifier" + SINGLE_TOKEN] = Artifact.of(*files)
+        (partial / FILE_NAME).write_text(replace(manifest, artifacts=artifacts).to_json())
 
-    return publish(folder / "engines", content_key(manifest.to_json()), make)
+    return publish(folder / "engines", content_key(manifest.to_json(), SINGLE_TOKEN), make)
 
 
 def _build_tensorrt(
@@ -107,7 +123,7 @@ def _build_tensorrt(
                     # Without effect in RTX.
                     folder / "timing.cache" if builder.name == TENSORRT else None,
                 )
-            artifacts[name] = Artifact(plan.name, plan.stat().st_size, hash_file(plan))
+            artifacts[name] = Artifact.of(plan)
         built = replace(manifest, artifacts=artifacts)
         (partial / FILE_NAME).write_text(built.to_json())
 
@@ -139,6 +155,15 @@ def _device(builder: Builder, options: PlanOptions) -> dict[str, Any]:
 
 def _target_text(device: dict[str, Any]) -> str:
     return ", ".join(device["compute_capabilities"]) or "every GPU it supports"
+
+
+def _may_replace(verifier: Path, single: Path, manifest: Manifest) -> bool:
+    with step("comparing both forms in ONNX Runtime"):
+        error = single_token_error(verifier, single, manifest.verifier)
+    if error <= MAX_SINGLE_TOKEN_ERROR:
+        return True
+    say(f"not used: its logits are {error:.1g} of the largest off, by ONNX Runtime's MatMulNBits")
+    return False
 
 
 def _link(artifact: Artifact, source: Path, target: Path) -> None:

@@ -265,7 +265,9 @@ class _Export:
                 block_tokens=BLOCK_TOKENS,
                 tapped_layers=dims.tapped_layers,
             ).eval()
-            self._add("verifier", verifier_to_onnx(module, dims, self.folder / "verifier.onnx"))
+            self.artifacts["verifier"] = Artifact.of(
+                *verifier_to_onnx(module, dims, self.folder / "verifier.onnx")
+            )
         with step("comparing the verifier with transformers"):
             run = self._runner("verifier", module, verifier_outputs(dims))
             report = verifier_parity(run, dims, self.hf, atol=self.atol)
@@ -294,10 +296,12 @@ class _Export:
                 dtype=TORCH_DTYPES[self.options.dtype],
                 block_tokens=BLOCK_TOKENS,
             ).eval()
-            self._add("drafter", drafter_to_onnx(module, dims, self.folder / "drafter.onnx"))
+            self.artifacts["drafter"] = Artifact.of(
+                *drafter_to_onnx(module, dims, self.folder / "drafter.onnx")
+            )
             vocab = self.folder / "draft_vocab.npy"
             np.save(vocab, draft_vocab(config, weights).numpy())
-            self._add("draft_vocab", [vocab])
+            self.artifacts["draft_vocab"] = Artifact.of(vocab)
         with step("comparing the drafter's graph with its PyTorch module"):
             outputs = drafter_outputs(dims)
             run = self._runner("drafter", module, outputs)
@@ -328,15 +332,6 @@ class _Export:
         report = ParityReport.from_json(before.parity[graph])
         self._report(graph, replace(report, atol=self.atol))
         return True
-
-    def _add(self, name: str, files: list[Path]) -> None:
-        digests = [hash_file(f) for f in files]
-        self.artifacts[name] = Artifact(
-            path=files[0].name,
-            bytes=sum(f.stat().st_size for f in files),
-            sha256=digests[0] if len(digests) == 1 else content_key(digests),
-            data_files=tuple(f.name for f in files[1:]),
-        )
 
     def _report(self, name: str, report: ParityReport) -> None:
         for line in report.lines():

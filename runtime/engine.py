@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.manifest import TENSORRT, Artifact, Manifest, ManifestError
+from runtime.manifest import SINGLE_TOKEN, TENSORRT, Manifest, ManifestError
 from runtime.spec import (
     KvDims,
     TensorSpec,
@@ -95,39 +95,42 @@ def load_engines(engine_dir: Path, manifest: Manifest, num_blocks: int, threads:
     """
     load = _loader(engine_dir, manifest, num_blocks, threads)
     dims = manifest.verifier
-    verifier = load(
-        manifest.artifacts["verifier"], dims.kv, verifier_inputs(dims), verifier_outputs(dims)
-    )
+    verifier = load("verifier", dims.kv, verifier_inputs(dims), verifier_outputs(dims))
     draft = manifest.drafter
     if draft is None:
         return Engines(verifier, None)
-    drafter = load(
-        manifest.artifacts["drafter"], draft.kv, drafter_inputs(draft), drafter_outputs(draft)
-    )
+    drafter = load("drafter", draft.kv, drafter_inputs(draft), drafter_outputs(draft))
     return Engines(verifier, drafter)
 
 
 LoadEngines = Callable[[Path, Manifest, int, int], Engines]  # as `load_engines`
-Load = Callable[[Artifact, KvDims, Sequence[TensorSpec], Sequence[TensorSpec]], Engine]
+Load = Callable[[str, KvDims, Sequence[TensorSpec], Sequence[TensorSpec]], Engine]
 
 
 def _loader(engine_dir: Path, manifest: Manifest, num_blocks: int, threads: int) -> Load:
     """What loads one engine of `manifest`: each library is imported only where it is used."""
-    name = manifest.builder.name
-    if name == "onnxruntime":
+    builder = manifest.builder.name
+    paths = {name: engine_dir / artifact.path for name, artifact in manifest.artifacts.items()}
+    if builder == "onnxruntime":
         from runtime.ort_engine import OrtEngine
 
-        return lambda artifact, kv, inputs, outputs: OrtEngine(
-            engine_dir / artifact.path, kv, list(inputs), list(outputs), num_blocks, threads
+        return lambda name, kv, inputs, outputs: OrtEngine(
+            paths[name],
+            kv,
+            list(inputs),
+            list(outputs),
+            num_blocks,
+            threads,
+            paths.get(name + SINGLE_TOKEN),
         )
-    if name in TENSORRT:
+    if builder in TENSORRT:
         from runtime.trt_engine import CudaDevice, TrtEngine, load_tensorrt
 
         trt, device = load_tensorrt(manifest), CudaDevice()
-        return lambda artifact, kv, inputs, outputs: TrtEngine(
-            engine_dir / artifact.path, kv, inputs, outputs, num_blocks, trt, device
+        return lambda name, kv, inputs, outputs: TrtEngine(
+            paths[name], kv, inputs, outputs, num_blocks, trt, device
         )
     raise ManifestError(
-        f"{engine_dir} was built by {name}, which this version does not run: "
+        f"{engine_dir} was built by {builder}, which this version does not run: "
         "run `make engines` to build ONNX Runtime engines"
     )

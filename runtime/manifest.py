@@ -16,6 +16,7 @@ from runtime.spec import DrafterDims, KvDims, VerifierDims
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+SINGLE_TOKEN = "_single_token"  # ends the name of an engine's second graph, for single tokens
 TENSORRT = ("tensorrt", "tensorrt_rtx")  # builders whose engines are plans for a GPU
 
 
@@ -31,6 +32,17 @@ class Artifact:
     bytes: int
     sha256: str
     data_files: tuple[str, ...] = ()  # external weights beside an ONNX file
+
+    @classmethod
+    def of(cls, path: Path, *data_files: Path) -> Artifact:
+        """What `path` and the data files beside it hold."""
+        files = (path, *data_files)
+        digests = [hash_file(file) for file in files]
+        digest = digests[0]
+        if data_files:
+            digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        size = sum(file.stat().st_size for file in files)
+        return cls(path.name, size, digest, tuple(file.name for file in data_files))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,20 @@ from runtime.spec import KvDims, TensorSpec
 _NUMPY = {"int64": np.int64, "fp32": np.float32, "fp16": np.float16}
 
 
+class _Bound:
+    """A session, bound to the pools once and to what else a run takes before each."""
+
+    def __init__(self, path: Path, device: str, threads: int) -> None:
+        self.session = _session(path, device, threads)
+        self.binding = self.session.io_binding()
+        self.new: Any = None  # K/V of the last run, [2 * num_layers, N, Hk, D]
+
+
 class OrtEngine:
-    """See `runtime.engine.Engine`."""
+    """See `runtime.engine.Engine`.
+
+    `single_token` is a second graph that computes the same, for runs of one token (N = L = 1).
+    """
 
     def __init__(
         self,
@@ -32,6 +44,7 @@ class OrtEngine:
         outputs: list[TensorSpec],
         num_blocks: int,
         threads: int,
+        single_token: Path | None = None,
     ) -> None:
         if kv.dtype not in _NUMPY:
             raise EngineError(
@@ -46,43 +59,49 @@ class OrtEngine:
         self._kv_dtype = _NUMPY[kv.dtype]
         self._row_shape = (kv.num_kv_heads, kv.head_dim)
         self._device = "cuda" if "CUDAExecutionProvider" in _usable_providers() else "cpu"
-        self._session: ort.InferenceSession | None = _session(path, self._device, threads)
-        self._check_graph(inputs, outputs)
-        self._binding = self._session.io_binding()
+        self._any: _Bound | None = _Bound(path, self._device, threads)
+        self._single = single_token and _Bound(single_token, self._device, threads)
+        sessions = [self._any, self._single] if self._single else [self._any]
         pool_shape = (num_kv, num_blocks, kv.block_tokens, *self._row_shape)
         self._pool = self._zeros(pool_shape)
         self._pool_rows = self._pool.reshape(num_kv, num_blocks * kv.block_tokens, *self._row_shape)
-        self._new = self._zeros((num_kv, 0, *self._row_shape))  # as long as the last run's tokens
+        self._new: Any = None  # of the last run
         self._buffers: dict[str, NDArray[Any]] = {}
-        for spec, layer in zip(self._pool_specs, self._pool, strict=True):
-            self._binding.bind_input(
-                spec.name, self._device, 0, self._kv_dtype, layer.shape, _pointer(layer)
-            )
+        for bound in sessions:
+            self._check_graph(bound.session, inputs, outputs)
+            for spec, layer in zip(self._pool_specs, self._pool, strict=True):
+                bound.binding.bind_input(
+                    spec.name, self._device, 0, self._kv_dtype, layer.shape, _pointer(layer)
+                )
 
     def run(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
         """Run once; see `Engine.run`. Raises EngineError naming what does not fit."""
-        if self._session is None:
+        if self._any is None:
             raise EngineError(f"{self._name} is closed")
         inputs = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         sizes = check_inputs(self._name, self._inputs, inputs)
+        tokens = sizes[str(self._new_specs[0].dims[0])]
+        bound = self._any
+        if self._single and tokens == sizes.get("L", 1) == 1:
+            bound = self._single
         for name, array in inputs.items():
-            self._binding.bind_cpu_input(name, array)
+            bound.binding.bind_cpu_input(name, array)
         results = {}
         for spec in self._outputs:
             shape = tuple(d if isinstance(d, int) else sizes[d] for d in spec.dims)
             results[spec.name] = buffer = self._buffer(spec, shape)
-            self._binding.bind_output(
+            bound.binding.bind_output(
                 spec.name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data
             )
-        tokens = sizes[str(self._new_specs[0].dims[0])]
-        if self._new.shape[1] != tokens:  # else last run's bindings still hold
-            self._new = self._zeros((len(self._new_specs), tokens, *self._row_shape))
-            for spec, layer in zip(self._new_specs, self._new, strict=True):
-                self._binding.bind_output(
+        if bound.new is None or bound.new.shape[1] != tokens:  # else its last bindings still hold
+            bound.new = self._zeros((len(self._new_specs), tokens, *self._row_shape))
+            for spec, layer in zip(self._new_specs, bound.new, strict=True):
+                bound.binding.bind_output(
                     spec.name, self._device, 0, self._kv_dtype, layer.shape, _pointer(layer)
                 )
+        self._new = bound.new
         try:
-            self._session.run_with_iobinding(self._binding)
+            bound.session.run_with_iobinding(bound.binding)
         except Exception as error:  # ONNX Runtime raises several types of its own
             shapes = {name: array.shape for name, array in inputs.items()}
             raise EngineError(f"{self._name} failed on inputs {shapes}: {error}") from error
@@ -90,7 +109,7 @@ class OrtEngine:
 
     def commit(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Write new K/V into the pool; see `Engine.commit`."""
-        if self._session is None:
+        if self._any is None:
             raise EngineError(f"{self._name} is closed")
         if self._device == "cpu":
             self._pool_rows[:, slots] = self._new[:, rows]
@@ -104,7 +123,7 @@ class OrtEngine:
 
     def read_block(self, block: int) -> NDArray[np.uint8]:
         """Copy a block to host memory; see `Engine.read_block`."""
-        if self._session is None:
+        if self._any is None:
             raise EngineError(f"{self._name} is closed")
         layers = self._pool[:, block]
         if self._device != "cpu":
@@ -113,7 +132,7 @@ class OrtEngine:
 
     def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
         """Fill a block; see `Engine.write_block`."""
-        if self._session is None:
+        if self._any is None:
             raise EngineError(f"{self._name} is closed")
         layers = data.view(self._kv_dtype).reshape(self._pool[:, block].shape)
         if self._device == "cpu":
@@ -124,8 +143,8 @@ class OrtEngine:
             self._pool[:, block] = torch.from_numpy(layers.copy()).to(self._pool.device)
 
     def close(self) -> None:
-        """Free session and pool."""
-        self._session = self._binding = self._pool = self._pool_rows = self._new = None
+        """Free sessions and pool."""
+        self._any = self._single = self._pool = self._pool_rows = self._new = None
 
     def _buffer(self, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any]:
         # Grown, never shrunk: a view of the right size is what the graph writes into.
@@ -142,11 +161,12 @@ class OrtEngine:
 
         return torch.zeros(shape, dtype=getattr(torch, self._kv_dtype.__name__), device="cuda")
 
-    def _check_graph(self, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
-        assert self._session is not None
+    def _check_graph(
+        self, session: ort.InferenceSession, inputs: list[TensorSpec], outputs: list[TensorSpec]
+    ) -> None:
         for kind, specs, found in (
-            ("input", inputs, [t.name for t in self._session.get_inputs()]),
-            ("output", outputs, [t.name for t in self._session.get_outputs()]),
+            ("input", inputs, [t.name for t in session.get_inputs()]),
+            ("output", outputs, [t.name for t in session.get_outputs()]),
         ):
             wanted = [s.name for s in specs]
             if sorted(found) != sorted(wanted):

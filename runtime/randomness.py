@@ -185,7 +185,9 @@ def round_noise(
         ]
         rounds += [anchor] * length + [0] * (length + 1)
         streams += [Stream.ACCEPT] * length + [Stream.RESIDUAL] * length + [Stream.TARGET]
-    noise = uniforms(np.array(seeds, np.uint64), positions, streams, rounds)
+    noise = np.empty(0, np.float32)
+    if seeds:
+        noise = uniforms(np.array(seeds, np.uint64), positions, streams, rounds)
     result, start = [], 0
     for request, anchor, length in zip(requests, anchors, lengths, strict=True):
         if request.greedy or request.coupled:

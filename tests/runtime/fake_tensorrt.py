@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from engines.profiles import profiles, serving_limits
 from runtime.config import RuntimeConfig
-from runtime.manifest import FILE_NAME, Artifact, Builder, hash_file, load_manifest
+from runtime.manifest import FILE_NAME, Artifact, Builder, load_manifest
 from runtime.spec import (
     TensorSpec,
     drafter_inputs,
@@ -92,7 +92,7 @@ def build_plans(folder: Path, config: RuntimeConfig) -> None:
             path = write_plan(engines / f"{name}.plan", source, *sides[name], by_phase)
         else:
             path.write_bytes(source.read_bytes())
-        artifacts[name] = Artifact(path.name, path.stat().st_size, hash_file(path))
+        artifacts[name] = Artifact.of(path)
     built = replace(
         exported,
         builder=Builder("tensorrt", FAKE_TENSORRT.__version__),

@@ -1,0 +1,247 @@
+"""The verifier once more, for steps of a single token: its linear weights in few bits, no loss.
+
+A step of one token is spent reading weights. Those of a checkpoint in 4-bit or 8-bit blocks (GGUF's
+Q4_0, Q4_1, Q8_0) were exported as fp32, but in every 32 of a row they still are w = d * q + m with
+few q. These grids are found again from the values alone, whatever file they came from, and ONNX
+Runtime's MatMulNBits multiplies with q. The result differs from the fp32 graph's by rounding alone:
+
+- 4 bits: x W^T = x (d (q - 8))^T + s (m + 8 d)^T, where s are the sums of x over each block. The
+  first term is MatMulNBits in fp32 arithmetic, the second a small Gemm.
+- 8 bits: MatMulNBits in integer arithmetic, which rounds x to 8 bits a block. So x comes as a sum
+  of three rows of 8 bits each, all 24 of its bits, and the three results are added.
+
+For two and more tokens MatMulNBits unpacks the weights first, and the fp32 graph is as fast or
+faster.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from runtime.batch import VerifySegment, pack_verify
+from runtime.ort_engine import OrtEngine
+from runtime.spec import VerifierDims, verifier_inputs, verifier_outputs
+
+BLOCK = 32  # weights that share d and m, along a row
+NUM_SAMPLED_ROWS = 8  # that show whether it is worth looking at all of them
+MIN_SHARE = 0.5  # of the linear weights' bytes that must lie on grids for the graph to be worth it
+FP32_ARITHMETIC, INT8_ARITHMETIC = 1, 4  # MatMulNBits' accuracy levels
+NUM_DIGITS = 3  # of 8 bits: more than the 24 bits of fp32 hold
+SMALLEST = np.float32(1e-30)  # in place of a block's largest value where that is 0
+MAX_SINGLE_TOKEN_ERROR = 1e-4  # of logits against the fp32 graph, as a share of the largest
+MAX_FILE_BYTES = 2**31 - 1  # more does not fit an ONNX file: it goes beside it
+
+Weights = NDArray[np.float32]
+
+
+class Grid(NamedTuple):
+    """W [N, K] as d * q + m: q [N, K] uint8, d and m [N, K / 32] fp32.
+
+    `bits` 4: q up to 15. `bits` 8: q up to 255, and m is -128 d.
+    """
+
+    bits: int
+    q: NDArray[np.uint8]
+    d: Weights
+    m: Weights
+
+
+def find_grid(weight: Weights) -> Grid | None:
+    """The grid on which all of `weight` [N, K] lies bit for bit, if there is one."""
+    if weight.shape[1] % BLOCK == 0:
+        for search in (_find_narrow, _find_wide):
+            if search(weight[:NUM_SAMPLED_ROWS]) is not None and (grid := search(weight)):
+                return grid
+    return None
+
+
+def _find_narrow(weight: Weights) -> Grid | None:
+    """A grid of 4 bits with fp16 steps.
+
+    The smallest of a block is its m, and the largest is from 15 down to 1 steps above it.
+    """
+    blocks = weight.reshape(-1, BLOCK)
+    low, high = blocks.min(axis=1), blocks.max(axis=1)
+    q, d = np.zeros(blocks.shape, np.uint8), np.zeros_like(low)
+    left = np.arange(len(blocks))
+    for steps in range(15, 0, -1):
+        m = low[left, None]
+        step = ((high[left, None] - m) / np.float32(steps)).astype(np.float16).astype(np.float32)
+        level = np.rint((blocks[left] - m) / np.where(step > 0, step, 1))
+        fits = (level * step + m == blocks[left]).all(axis=1) & (level <= 15).all(axis=1)
+        found = left[fits]
+        q[found], d[found] = level[fits], step[fits, 0]
+        left = left[~fits]
+        if not len(left):
+            shape = len(weight), -1
+            return Grid(4, q.reshape(shape), d.reshape(shape), low.reshape(shape))
+    return None
+
+
+def _find_wide(weight: Weights) -> Grid | None:
+    """A grid of 8 bits with fp16 steps, symmetric about zero: the largest is 127 steps from it."""
+    blocks = weight.reshape(len(weight), -1, BLOCK)
+    d = (np.abs(blocks).max(axis=2) / np.float32(127)).astype(np.float16).astype(np.float32)
+    level = np.rint(blocks / np.where(d > 0, d, 1)[..., None])
+    if (np.abs(level) > 127).any() or not (level * d[..., None] == blocks).all():
+        return None
+    return Grid(8, (level + 128).astype(np.uint8).reshape(weight.shape), d, -128 * d)
+
+
+def single_token_graph(source: Path, target: Path) -> list[Path]:
+    """Write to `target` the fp32 graph `source` with linear weights in few bits where they can be.
+
+    Returns the files written: none when less than half of the weights' bytes lie on grids, a second
+    one for the weights when all do not fit in one.
+    """
+    model = onnx.load(source)
+    graph = model.graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    rewriter = _Rewriter()
+    nodes, seen, rewritten = [], 0, 0
+    for node in graph.node:
+        weight = stored.get(node.input[1]) if node.op_type == "Gemm" else None
+        if weight is None or weight.data_type != TensorProto.FLOAT:
+            nodes.append(node)
+            continue
+        values = numpy_helper.to_array(weight)
+        seen += values.nbytes
+        grid = find_grid(values)
+        if grid is None:
+            nodes.append(node)
+            continue
+        rewritten += values.nbytes
+        nodes += rewriter.linear(node, grid)
+    if rewritten <= MIN_SHARE * seen:
+        return []
+    used = {name for node in nodes for name in node.input}
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend([*kept, *rewriter.initializers])
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    if sum(len(tensor.raw_data) for tensor in graph.initializer) < MAX_FILE_BYTES:
+        onnx.save(model, target)
+        return [target]
+    data = target.with_name(target.name + ".data")
+    onnx.save(model, target, save_as_external_data=True, location=data.name)
+    return [target, data]
+
+
+def single_token_error(source: Path, target: Path, dims: VerifierDims) -> float:
+    """How far logits of the two graphs are apart, as a share of the largest.
+
+    They are those of one token after a block of others.
+    """
+    inputs, outputs = verifier_inputs(dims), verifier_outputs(dims)
+    tokens = np.random.default_rng(0).integers(0, dims.vocab_size, dims.kv.block_tokens + 1)
+    *context, last = tokens.tolist()
+    blocks = [0]
+    logits = []
+    for single in (None, target):
+        engine = OrtEngine(source, dims.kv, inputs, outputs, len(blocks), 0, single)
+        engine.run(pack_verify([VerifySegment(context, 0, blocks, 1)], len(context)).inputs)
+        engine.commit(np.arange(len(context)), np.arange(len(context)))
+        step = pack_verify([VerifySegment([last], len(context), blocks, 1)], len(context))
+        logits.append(engine.run(step.inputs)["logits"].copy())
+        engine.close()
+    return float(np.abs(logits[1] - logits[0]).max() / np.abs(logits[0]).max())
+
+
+class _Rewriter:
+    """Makes the nodes that take a linear layer's place, and collects their weights."""
+
+    def __init__(self) -> None:
+        self.initializers: list[TensorProto] = []
+        self._stored: set[str] = set()
+
+    def linear(self, node: onnx.NodeProto, grid: Grid) -> list[onnx.NodeProto]:
+        """What computes x W^T + bias [1, N] from x [1, K]; `node` is a Gemm with transB."""
+        x, output, bias = node.input[0], node.output[0], list(node.input[2:])
+        product = f"{output}.product" if bias else output
+        make = self._narrow if grid.bits == 4 else self._wide
+        nodes = make(x, grid, product)
+        if bias:
+            nodes.append(helper.make_node("Add", [product, *bias], [output]))
+        return nodes
+
+    def _narrow(self, x: str, grid: Grid, output: str) -> list[onnx.NodeProto]:
+        packed = grid.q[:, 0::2] | (grid.q[:, 1::2] << 4)
+        offsets = self._store(f"{output}.m", (grid.m + 8 * grid.d).T)
+        return [
+            self._blocks(x, grid, f"{output}.blocks"),
+            helper.make_node(
+                "ReduceSum",
+                [f"{output}.blocks", self._store("last_axis", np.array([2]))],
+                [f"{output}.sums"],
+                keepdims=0,
+            ),
+            self._product(x, grid, packed, f"{output}.centred", FP32_ARITHMETIC),
+            helper.make_node("Gemm", [f"{output}.sums", offsets, f"{output}.centred"], [output]),
+        ]
+
+    def _wide(self, x: str, grid: Grid, output: str) -> list[onnx.NodeProto]:
+        axis = self._store("last_axis", np.array([2]))
+        share = self._store("digit_share", np.float32(1 / 127))
+        smallest = self._store("smallest", SMALLEST)
+        rest, digits = f"{output}.blocks", []
+        nodes = [self._blocks(x, grid, rest)]
+        for i in range(NUM_DIGITS - 1):
+            at = f"{output}.digit{i}"
+            nodes += [
+                helper.make_node("Abs", [rest], [f"{at}.sizes"]),
+                helper.make_node("ReduceMax", [f"{at}.sizes", axis], [f"{at}.largest"]),
+                helper.make_node("Mul", [f"{at}.largest", share], [f"{at}.step0"]),
+                helper.make_node("Max", [f"{at}.step0", smallest], [f"{at}.step"]),
+                helper.make_node("Div", [rest, f"{at}.step"], [f"{at}.ratio"]),
+                helper.make_node("Round", [f"{at}.ratio"], [f"{at}.level"]),
+                helper.make_node("Mul", [f"{at}.level", f"{at}.step"], [at]),
+                helper.make_node("Sub", [rest, at], [f"{at}.rest"]),
+            ]
+            digits.append(at)
+            rest = f"{at}.rest"
+        flat = self._store(f"{output}.flat", np.array([-1, grid.q.shape[1]]))
+        first = self._store("first_axis", np.array([0]))
+        return [
+            *nodes,
+            helper.make_node("Concat", [*digits, rest], [f"{output}.digits"], axis=0),
+            helper.make_node("Reshape", [f"{output}.digits", flat], [f"{output}.rows"]),
+            self._product(f"{output}.rows", grid, grid.q, f"{output}.parts", INT8_ARITHMETIC),
+            helper.make_node("ReduceSum", [f"{output}.parts", first], [output], keepdims=1),
+        ]
+
+    def _blocks(self, x: str, grid: Grid, blocks: str) -> onnx.NodeProto:
+        num_blocks = grid.d.shape[1]
+        shape = self._store(f"blocks_shape.{num_blocks}", np.array([-1, num_blocks, BLOCK]))
+        return helper.make_node("Reshape", [x, shape], [blocks])
+
+    def _product(
+        self, x: str, grid: Grid, packed: NDArray, output: str, arithmetic: int
+    ) -> onnx.NodeProto:
+        """Of x [rows, K] with d * (q - 8), or with d * (q - 128) for 8 bits."""
+        rows, columns = grid.q.shape
+        q = self._store(f"{output}.q", packed.reshape(*grid.d.shape, -1))
+        return helper.make_node(
+            "MatMulNBits",
+            [x, q, self._store(f"{output}.d", grid.d)],
+            [output],
+            domain="com.microsoft",
+            K=columns,
+            N=rows,
+            bits=grid.bits,
+            block_size=BLOCK,
+            accuracy_level=arithmetic,
+        )
+
+    def _store(self, name: str, array: NDArray | np.generic) -> str:
+        name = f"single_token.{name}"
+        if name not in self._stored:
+            self._stored.add(name)
+            self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
