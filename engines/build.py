@@ -82,8 +82,11 @@ def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
             single = verifier.with_stem(verifier.stem + SINGLE_TOKEN)
             with step("looking for a lossless 4-bit form of the verifier's weights"):
                 files = single_token_graph(verifier, single)
-            if files and _may_replace(verifier, single, manifest):
+            if files and _agree(verifier, single, manifest):
                 artifacts["verifier" + SINGLE_TOKEN] = Artifact.of(*files)
+            elif files:
+                for file in files:
+                    file.unlink()
         (partial / FILE_NAME).write_text(replace(manifest, artifacts=artifacts).to_json())
 
     return publish(folder / "engines", content_key(manifest.to_json(), SINGLE_TOKEN), make)
@@ -157,7 +160,7 @@ def _target_text(device: dict[str, Any]) -> str:
     return ", ".join(device["compute_capabilities"]) or "every GPU it supports"
 
 
-def _may_replace(verifier: Path, single: Path, manifest: Manifest) -> bool:
+def _agree(verifier: Path, single: Path, manifest: Manifest) -> bool:
     with step("comparing both forms in ONNX Runtime"):
         error = single_token_error(verifier, single, manifest.verifier)
     if error <= MAX_SINGLE_TOKEN_ERROR:
