@@ -18,6 +18,7 @@ from runtime.calibration import Calibration, sigmoid
 RECENT_ROUNDS = 64  # of all requests of a mode, whose survivals say what to expect of new ones
 OFFSET_STEP = 0.02  # by which an outcome moves its offset; about 200 outcomes count
 SLOPE_STEP = 0.005
+MAX_SLOPE = 2.0  # and 0 at least, or very large log-odds would turn the ranking round
 LEANING_STEP = 0.1  # a request is short
 NEIGHBOUR_STEPS = 8  # steps of the two kinds that are at most so far apart are compared
 STEP_WEIGHT = 0.3  # of the newest step of a kind in its moving average
@@ -91,7 +92,9 @@ class Experience:
         surprise = (np.arange(known) < num_accepted) - confidence[:known]
         mode = 0 if greedy else 1
         self.offsets[mode, :known] += OFFSET_STEP * surprise
-        self.slopes[mode, :known] += SLOPE_STEP * surprise * log_odds[:known]
+        slopes = self.slopes[mode, :known]
+        slopes += SLOPE_STEP * surprise * log_odds[:known]
+        np.clip(slopes, 0, MAX_SLOPE, out=slopes)
         return LEANING_STEP * float(surprise.sum())
 
     def add_step(self, drafted: bool, predicted_s: float, measured_s: float) -> None:

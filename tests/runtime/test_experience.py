@@ -13,6 +13,7 @@ from runtime.calibration import sigmoid
 from runtime.experience import (
     LEANING_STEP,
     MAX_COMPARISON,
+    MAX_SLOPE,
     NEIGHBOUR_STEPS,
     OFFSET_STEP,
     RECENT_ROUNDS,
@@ -81,6 +82,16 @@ def test_a_request_leans_by_its_own_outcomes(experience: Experience) -> None:
         leaning += experience.add_outcome(True, judged[0][0], judged[1][0], BLOCK_SIZE, 0)
     both = experience.judge(np.tile(signals, (2, 1, 1)), np.ones(2, bool), np.array([leaning, 0]))
     assert both[1][:, 0] == pytest.approx([0.37, 0.48], abs=0.02)
+
+
+def test_slopes_stay_between_forgetting_the_signals_and_doubling_them(
+    experience: Experience,
+) -> None:
+    for log_odds, low_or_high in ((500.0, 0.0), (-500.0, MAX_SLOPE)):
+        for _ in range(3):  # surprised each time: sure of what does not happen, or doubting it
+            confidence = np.array([0.9, *[0.5] * (BLOCK_SIZE - 1)])
+            experience.add_outcome(True, np.full(BLOCK_SIZE, log_odds), confidence, 1, 0)
+        assert experience.slopes[0, 0] == low_or_high
 
 
 def test_only_positions_with_an_outcome_are_learned_from(experience: Experience) -> None:
