@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.profiles import profiles, serving_limits
-from engines.single_token import MAX_SINGLE_TOKEN_ERROR, single_token_error, single_token_graph
+from engines.single_token import build_single_token
 from engines.tensorrt_builder import (
     BuildError,
     PlanOptions,
@@ -78,15 +78,9 @@ def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
                 with step(f"loading the {graph} in ONNX Runtime"):
                     _load(partial / manifest.artifacts[graph].path, manifest.dtype, provider)
         if manifest.on_cpu and manifest.dtype == "fp32":
-            verifier = partial / artifacts["verifier"].path
-            single = verifier.with_stem(verifier.stem + SINGLE_TOKEN)
-            with step("looking for a lossless 4-bit form of the verifier's weights"):
-                files = single_token_graph(verifier, single)
-            if files and _agree(verifier, single, manifest):
+            files = build_single_token(partial / artifacts["verifier"].path, manifest.verifier)
+            if files:
                 artifacts["verifier" + SINGLE_TOKEN] = Artifact.of(*files)
-            elif files:
-                for file in files:
-                    file.unlink()
         (partial / FILE_NAME).write_text(replace(manifest, artifacts=artifacts).to_json())
 
     return publish(folder / "engines", content_key(manifest.to_json(), SINGLE_TOKEN), make)
@@ -158,15 +152,6 @@ def _device(builder: Builder, options: PlanOptions) -> dict[str, Any]:
 
 def _target_text(device: dict[str, Any]) -> str:
     return ", ".join(device["compute_capabilities"]) or "every GPU it supports"
-
-
-def _agree(verifier: Path, single: Path, manifest: Manifest) -> bool:
-    with step("comparing both forms in ONNX Runtime"):
-        error = single_token_error(verifier, single, manifest.verifier)
-    if error <= MAX_SINGLE_TOKEN_ERROR:
-        return True
-    say(f"not used: its logits are {error:.1g} of the largest off, by ONNX Runtime's MatMulNBits")
-    return False
 
 
 def _link(artifact: Artifact, source: Path, target: Path) -> None:

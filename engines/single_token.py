@@ -16,6 +16,8 @@ faster.
 
 from __future__ import annotations
 
+import statistics
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +26,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from export.progress import say, step
 from runtime.batch import VerifySegment, pack_verify
+from runtime.manifest import SINGLE_TOKEN
 from runtime.ort_engine import OrtEngine
 from runtime.spec import VerifierDims, verifier_inputs, verifier_outputs
 
@@ -34,7 +38,9 @@ MIN_SHARE = 0.5  # of the linear weights' bytes that must lie on grids for the g
 FP32_ARITHMETIC, INT8_ARITHMETIC = 1, 4  # MatMulNBits' accuracy levels
 NUM_DIGITS = 3  # of 8 bits: more than the 24 bits of fp32 hold
 SMALLEST = np.float32(1e-30)  # in place of a block's largest value where that is 0
-MAX_SINGLE_TOKEN_ERROR = 1e-4  # of logits against the fp32 graph, as a share of the largest
+MAX_ERROR = 1e-4  # of logits against the fp32 graph, as a share of the largest
+MAX_TIME = 0.95  # of a step of the fp32 graph
+NUM_TIMED_STEPS = 12
 MAX_FILE_BYTES = 2**31 - 1  # more does not fit an ONNX file: it goes beside it
 
 Weights = NDArray[np.float32]
@@ -94,11 +100,36 @@ def _find_wide(weight: Weights) -> Grid | None:
     return Grid(8, (level + 128).astype(np.uint8).reshape(weight.shape), d, -128 * d)
 
 
-def single_token_graph(source: Path, target: Path) -> list[Path]:
+def build_single_token(verifier: Path, dims: VerifierDims) -> list[Path]:
+    """Write the graph for single tokens beside the fp32 graph `verifier`, if it helps here.
+
+    Returns its files: none when less than half of the weights' bytes lie on grids or this machine's
+    kernels are not exact or not faster, a second one when not all weights fit in the first.
+    """
+    target = verifier.with_stem(verifier.stem + SINGLE_TOKEN)
+    with step("looking for a lossless form of the verifier's weights in few bits"):
+        files = rewrite(verifier, target)
+    if not files:
+        return []
+    with step("comparing steps of a single token in ONNX Runtime"):
+        (logits, seconds), (own_logits, own_seconds) = (
+            _measure(verifier, single, dims) for single in (None, target)
+        )
+    error = float(np.abs(own_logits - logits).max() / np.abs(logits).max())
+    figures = f"{1e3 * own_seconds:.1f} ms instead of {1e3 * seconds:.1f}, logits {error:.1g} off"
+    if error <= MAX_ERROR and own_seconds <= MAX_TIME * seconds:
+        say(f"steps of a single token read few bits: {figures} (of the largest)")
+        return files
+    say(f"steps of a single token stay as they are; with few bits: {figures} (of the largest)")
+    for file in files:
+        file.unlink()
+    return []
+
+
+def rewrite(source: Path, target: Path) -> list[Path]:
     """Write to `target` the fp32 graph `source` with linear weights in few bits where they can be.
 
-    Returns the files written: none when less than half of the weights' bytes lie on grids, a second
-    one for the weights when all do not fit in one.
+    Returns the files written; see `build_single_token`.
     """
     model = onnx.load(source)
     graph = model.graph
@@ -134,24 +165,26 @@ def single_token_graph(source: Path, target: Path) -> list[Path]:
     return [target, data]
 
 
-def single_token_error(source: Path, target: Path, dims: VerifierDims) -> float:
-    """How far logits of the two graphs are apart, as a share of the largest.
-
-    They are those of one token after a block of others.
-    """
-    inputs, outputs = verifier_inputs(dims), verifier_outputs(dims)
+def _measure(
+    verifier: Path, single: Path | None, dims: VerifierDims
+) -> tuple[NDArray[np.float32], float]:
+    """Logits of one token after a block of others, and the median seconds of such a step."""
     tokens = np.random.default_rng(0).integers(0, dims.vocab_size, dims.kv.block_tokens + 1)
     *context, last = tokens.tolist()
-    blocks = [0]
-    logits = []
-    for single in (None, target):
-        engine = OrtEngine(source, dims.kv, inputs, outputs, len(blocks), 0, single)
-        engine.run(pack_verify([VerifySegment(context, 0, blocks, 1)], len(context)).inputs)
-        engine.commit(np.arange(len(context)), np.arange(len(context)))
-        step = pack_verify([VerifySegment([last], len(context), blocks, 1)], len(context))
-        logits.append(engine.run(step.inputs)["logits"].copy())
-        engine.close()
-    return float(np.abs(logits[1] - logits[0]).max() / np.abs(logits[0]).max())
+    length, blocks = len(context), [0]
+    engine = OrtEngine(
+        verifier, dims.kv, verifier_inputs(dims), verifier_outputs(dims), len(blocks), 0, single
+    )
+    engine.run(pack_verify([VerifySegment(context, 0, blocks, 1)], length).inputs)
+    engine.commit(np.arange(length), np.arange(length))
+    one_token = pack_verify([VerifySegment([last], length, blocks, 1)], length).inputs
+    seconds = []
+    for _ in range(NUM_TIMED_STEPS):
+        start = time.perf_counter()
+        logits = engine.run(one_token)["logits"].copy()
+        seconds.append(time.perf_counter() - start)
+    engine.close()
+    return logits, statistics.median(seconds)
 
 
 class _Rewriter:
