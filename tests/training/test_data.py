@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from runtime.request import InvalidRequest
 from tests.training.tiny import EOS, VOCAB, greedy_answer
 from training.data import ChatFormat, DataConfig, generate_data, make_job
+from training.exercises import function_stub
 from training.generate import GenerationRequest, RuntimeEngine
 from training.prompts import template_prompt
 from training.store import read_store, store_paths
@@ -120,7 +123,22 @@ def test_jobs_have_the_asked_mix_and_no_eval_wrappers() -> None:
     assert np.mean([job.temperature == 0 for job in jobs]) == pytest.approx(0.46, abs=0.04)
     rng = np.random.default_rng(0)
     texts = [template_prompt(rng) for _ in range(1000)]
-    assert len(set(texts)) > 800
+    assert len(set(texts)) > 950
     for text in texts:
+        assert not re.search(r"{(names|things|topics|[abc])\d*}", text), (
+            "a form that was not filled"
+        )
         for wrapper in ("final answer within", "passes the tests", "boxed", "reason step by step"):
             assert wrapper not in text
+
+
+def test_exercises_are_python_and_their_examples_are_right() -> None:
+    rng = np.random.default_rng(0)
+    stubs = [function_stub(rng) for _ in range(2000)]
+    for stub in stubs[:200]:
+        ast.parse(f"{stub}\n    pass")
+    examples = re.findall(r">>> even_sum\((.*)\)\n    (.*)", "\n".join(stubs))
+    assert examples
+    for given, answer in examples:
+        numbers = ast.literal_eval(given)
+        assert ast.literal_eval(answer) == sum(n for n in numbers if n % 2 == 0)
