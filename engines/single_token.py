@@ -1,9 +1,10 @@
 """The verifier once more, for steps of a single token: its linear weights in few bits, no loss.
 
 A step of one token is spent reading weights. Those of a checkpoint in 4-bit or 8-bit blocks (GGUF's
-Q4_0, Q4_1, Q8_0) were exported as fp32, but in every 32 of a row they still are w = d * q + m with
-few q. These grids are found again from the values alone, whatever file they came from, and ONNX
-Runtime's MatMulNBits multiplies with q. The result differs from the fp32 graph's by rounding alone:
+Q4_0, Q4_1, Q4_K, Q8_0) were exported as fp32, but in every 32 of a row they still are
+w = d * q + m with few q. These grids are found again from the values alone, whatever file they came
+from, and ONNX Runtime's MatMulNBits multiplies with q. The result differs from the fp32 graph's by
+rounding alone:
 
 - 4 bits: x W^T = x (d (q - 8))^T + s (m + 8 d)^T, where s are the sums of x over each block. The
   first term is MatMulNBits in fp32 arithmetic, the second a small Gemm.
@@ -16,6 +17,7 @@ faster.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -33,6 +35,11 @@ from runtime.ort_engine import OrtEngine
 from runtime.spec import VerifierDims, verifier_inputs, verifier_outputs
 
 BLOCK = 32  # weights that share d and m, along a row
+STEP_TYPES = (
+    np.float16,
+    np.float32,
+)  # in which a checkpoint may keep d, or a product that makes it
+ROUNDING = 2.0**-22  # of a block's largest: what computing w = d * q + m in fp32 may have lost
 NUM_SAMPLED_ROWS = 8  # that show whether it is worth looking at all of them
 MIN_SHARE = 0.5  # of the linear weights' bytes that must lie on grids for the graph to be worth it
 FP32_ARITHMETIC, INT8_ARITHMETIC = 1, 4  # MatMulNBits' accuracy levels
@@ -59,7 +66,7 @@ class Grid(NamedTuple):
 
 
 def find_grid(weight: Weights) -> Grid | None:
-    """The grid on which all of `weight` [N, K] lies bit for bit, if there is one."""
+    """The grid on which all of `weight` [N, K] lies but for rounding, if there is one."""
     if weight.shape[1] % BLOCK == 0:
         for search in (_find_narrow, _find_wide):
             if search(weight[:NUM_SAMPLED_ROWS]) is not None and (grid := search(weight)):
@@ -68,36 +75,45 @@ def find_grid(weight: Weights) -> Grid | None:
 
 
 def _find_narrow(weight: Weights) -> Grid | None:
-    """A grid of 4 bits with fp16 steps.
-
-    The smallest of a block is its m, and the largest is from 15 down to 1 steps above it.
-    """
+    """A grid of 4 bits. The largest of a block is from 15 down to 1 steps above the smallest, m."""
     blocks = weight.reshape(-1, BLOCK)
     low, high = blocks.min(axis=1), blocks.max(axis=1)
     q, d = np.zeros(blocks.shape, np.uint8), np.zeros_like(low)
     left = np.arange(len(blocks))
-    for steps in range(15, 0, -1):
+    for steps, stored in itertools.product(range(15, 0, -1), STEP_TYPES):
         m = low[left, None]
-        step = ((high[left, None] - m) / np.float32(steps)).astype(np.float16).astype(np.float32)
-        level = np.rint((blocks[left] - m) / np.where(step > 0, step, 1))
-        fits = (level * step + m == blocks[left]).all(axis=1) & (level <= 15).all(axis=1)
+        step = ((high[left, None] - m) / np.float32(steps)).astype(stored).astype(np.float32)
+        level, fits = _levels(blocks[left], step, m)
+        fits &= (level <= 15).all(axis=1)
         found = left[fits]
         q[found], d[found] = level[fits], step[fits, 0]
         left = left[~fits]
         if not len(left):
             shape = len(weight), -1
-            return Grid(4, q.reshape(shape), d.reshape(shape), low.reshape(shape))
+            return Grid(4, q.reshape(weight.shape), d.reshape(shape), low.reshape(shape))
     return None
 
 
 def _find_wide(weight: Weights) -> Grid | None:
-    """A grid of 8 bits with fp16 steps, symmetric about zero: the largest is 127 steps from it."""
-    blocks = weight.reshape(len(weight), -1, BLOCK)
-    d = (np.abs(blocks).max(axis=2) / np.float32(127)).astype(np.float16).astype(np.float32)
-    level = np.rint(blocks / np.where(d > 0, d, 1)[..., None])
-    if (np.abs(level) > 127).any() or not (level * d[..., None] == blocks).all():
-        return None
-    return Grid(8, (level + 128).astype(np.uint8).reshape(weight.shape), d, -128 * d)
+    """A grid of 8 bits about zero, from which the largest is 127 steps away."""
+    blocks = weight.reshape(-1, BLOCK)
+    for stored in STEP_TYPES:
+        step = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+        step = step.astype(stored).astype(np.float32)
+        level, fits = _levels(blocks, step, np.float32(0))
+        if fits.all() and np.abs(level).max() <= 127:
+            d = step.reshape(len(weight), -1)
+            return Grid(8, (level + 128).astype(np.uint8).reshape(weight.shape), d, -128 * d)
+    return None
+
+
+def _levels(
+    blocks: Weights, step: Weights, low: Weights | np.float32
+) -> tuple[Weights, NDArray[np.bool_]]:
+    """The level of each of `blocks` [n, 32], and which blocks lie on theirs."""
+    level = np.rint((blocks - low) / np.where(step > 0, step, 1))
+    off = np.abs(level * step + low - blocks)
+    return level, (off <= ROUNDING * np.abs(blocks).max(axis=1, keepdims=True)).all(axis=1)
 
 
 def build_single_token(verifier: Path, dims: VerifierDims) -> list[Path]:

@@ -63,11 +63,26 @@ def test_finds_grids_whose_ends_are_not_used() -> None:
     np.testing.assert_array_equal(again.reshape(10, 64), weight)
 
 
-def test_weights_off_a_grid_by_one_bit_stay_as_they_are() -> None:
+def test_finds_grids_whose_steps_are_products_of_their_own() -> None:
+    """As in Q4_K: fp16 times 6 bits, computed in fp32."""
+    rng = np.random.default_rng(2)
+    super_scale, super_min = (rng.random((20, 1, 1)).astype(np.float16) for _ in range(2))
+    scale, minimum = (rng.integers(1, 64, (20, 8, 1)).astype(np.float32) for _ in range(2))
+    q = rng.integers(0, 16, (20, 8, 32)).astype(np.float32)
+    blocks = super_scale.astype(np.float32) * scale * q - super_min.astype(np.float32) * minimum
+    weight = blocks.reshape(20, 256)
+    grid = find_grid(weight)
+    assert grid is not None
+    again = grid.q.reshape(20, 8, 32) * grid.d[..., None] + grid.m[..., None]
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    assert (np.abs(again - blocks) <= 2.0**-22 * largest).all()
+
+
+def test_weights_off_a_grid_stay_as_they_are() -> None:
     assert find_grid(normal(20, 64)) is None
     for kind in (Kind.Q4_1, Kind.Q8_0):
         weight = quantised(normal(20, 64), kind)
-        weight[15, 40] = np.nextafter(weight[15, 40], np.float32(9))  # not among the first rows
+        weight[15, 40] += np.float32(1e-5)  # not among the first rows
         assert find_grid(weight) is None
     assert find_grid(quantised(normal(20, 64), Kind.Q4_1)[:, :48]) is None  # half a block
 
