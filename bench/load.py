@@ -98,7 +98,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=float,
         default=0,
         metavar="S",
-        help="start no further slice after this time; 0 (default): never stop early",
+        help="start no further round of slices after this time; 0 (default): never stop early",
     )
     add_address_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report here as JSON")
@@ -119,7 +119,7 @@ def _load(args: argparse.Namespace) -> int:
     tallies: dict[tuple[int, str], Tally] = defaultdict(Tally)
     deadline_s = time.monotonic() + (args.timeout_s or float("inf"))
     for i, (concurrency, batch) in enumerate(tqdm(slices, unit="slice", desc="bench load")):
-        if time.monotonic() > deadline_s:
+        if i % len(concurrencies) == 0 and time.monotonic() > deadline_s:
             slices = slices[:i]
             break
         shift = i // len(concurrencies) % len(policies)
