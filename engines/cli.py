@@ -9,10 +9,9 @@ from pathlib import Path
 
 from engines.build import ONNXRUNTIME, TARGETS, build_engines
 from engines.tensorrt_builder import BuildError, PlanOptions
-from export.cli import folder_name
-from export.embedded import NAME
 from export.errors import ExportError
 from export.progress import say
+from runtime.cli import add_folder_arguments, add_model_arguments
 from runtime.config import ConfigError, RuntimeConfig, load_config
 from runtime.manifest import ManifestError
 
@@ -26,7 +25,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "BUILD_DIR/NAME/onnx. What did not change since the last run is not built again.",
         allow_abbrev=False,
     )
-    _add_folder(parser)
+    add_folder_arguments(parser)
     _add_target(parser)
     parser.set_defaults(func=run_build)
 
@@ -38,8 +37,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "this machine and this number of threads; an up-to-date one is not measured again.",
         allow_abbrev=False,
     )
-    _add_folder(parser)
-    _add_threads(parser)
+    add_model_arguments(parser)
     parser.add_argument(
         "--max-requests",
         type=int,
@@ -57,8 +55,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "with reliability diagrams. Nothing is done when it is up to date.",
         allow_abbrev=False,
     )
-    _add_folder(parser)
-    _add_threads(parser)
+    add_model_arguments(parser)
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="drafts for each of the two modes (default: 1200)"
     )
@@ -69,31 +66,6 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help='calibrate on these instead: JSON lines of {"turns": ["user message"]}',
     )
     parser.set_defaults(func=run_calibrate)
-
-
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--name",
-        type=folder_name,
-        default=NAME,
-        help="name of the pair's build folder (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--build-dir",
-        type=Path,
-        default=Path("build"),
-        help="folder for everything built (default: %(default)s)",
-    )
-
-
-def _add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of the engines; 0 (default): all cores, as the server does",
-    )
 
 
 def _run(command: str, done: str, target: Path, work: Callable[[], bool]) -> int:
