@@ -209,6 +209,7 @@ class _Rewriter:
     def __init__(self) -> None:
         self.initializers: list[TensorProto] = []
         self._stored: set[str] = set()
+        self._summed: set[str] = set()  # inputs of several linear layers
 
     def linear(self, node: onnx.NodeProto, grid: Grid) -> list[onnx.NodeProto]:
         """What computes x W^T + bias [1, N] from x [1, K]; `node` is a Gemm with transB."""
@@ -223,16 +224,18 @@ class _Rewriter:
     def _narrow(self, x: str, grid: Grid, output: str) -> list[onnx.NodeProto]:
         packed = grid.q[:, 0::2] | (grid.q[:, 1::2] << 4)
         offsets = self._store(f"{output}.m", (grid.m + 8 * grid.d).T)
+        sums, nodes = f"{x}.sums", []
+        if x not in self._summed:
+            self._summed.add(x)
+            axis = self._store("last_axis", np.array([2]))
+            nodes = [
+                self._blocks(x, grid, f"{sums}.blocks"),
+                helper.make_node("ReduceSum", [f"{sums}.blocks", axis], [sums], keepdims=0),
+            ]
         return [
-            self._blocks(x, grid, f"{output}.blocks"),
-            helper.make_node(
-                "ReduceSum",
-                [f"{output}.blocks", self._store("last_axis", np.array([2]))],
-                [f"{output}.sums"],
-                keepdims=0,
-            ),
+            *nodes,
             self._product(x, grid, packed, f"{output}.centred", FP32_ARITHMETIC),
-            helper.make_node("Gemm", [f"{output}.sums", offsets, f"{output}.centred"], [output]),
+            helper.make_node("Gemm", [sums, offsets, f"{output}.centred"], [output]),
         ]
 
     def _wide(self, x: str, grid: Grid, output: str) -> list[onnx.NodeProto]:

@@ -73,17 +73,21 @@ def fused_linear(weights: Weights, prefix: str, names: Sequence[str], dtype: tor
 
 
 class Mlp(nn.Module):
-    """down(silu(gate(x)) * up(x)) with gate and up in one matrix."""
+    """down(silu(gate(x)) * up(x)).
+
+    Gate and up are products of their own: ONNX Runtime copies the halves of a common one, which
+    takes 8 % of a prefill and more than a second product.
+    """
 
     def __init__(self, weights: Weights, prefix: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up = fused_linear(weights, prefix, ("gate_proj", "up_proj"), dtype)
+        self.gate = fused_linear(weights, prefix, ("gate_proj",), dtype)
+        self.up = fused_linear(weights, prefix, ("up_proj",), dtype)
         self.down = fused_linear(weights, prefix, ("down_proj",), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [N, d] to [N, d]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Rope(nn.Module):

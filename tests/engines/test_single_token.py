@@ -116,7 +116,7 @@ def test_single_tokens_read_few_bits_and_get_the_same_logits(
         for node in graph.node
         if node.op_type == "MatMulNBits"
     ]
-    assert bits == [4] * 16 + [8]
+    assert bits == [4] * 20 + [8]
 
     engine = load_engines(folder, manifest, num_blocks=2, threads=1).verifier
     alone = OrtEngine(
