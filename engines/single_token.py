@@ -18,8 +18,10 @@ faster.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import load_external_data_for_model
 
 from export.progress import say, step
 from runtime.batch import VerifySegment, pack_verify
@@ -41,7 +44,7 @@ STEP_TYPES = (
 )  # in which a checkpoint may keep d, or a product that makes it
 ROUNDING = 2.0**-22  # of a block's largest: what computing w = d * q + m in fp32 may have lost
 NUM_SAMPLED_ROWS = 8  # that show whether it is worth looking at all of them
-MIN_SHARE = 0.5  # of the linear weights' bytes that must lie on grids for the graph to be worth it
+MIN_SHARE = 0.5  # of the linear weights that must lie on grids for the graph to be worth it
 FP32_ARITHMETIC, INT8_ARITHMETIC = 1, 4  # MatMulNBits' accuracy levels
 NUM_DIGITS = 3  # of 8 bits: more than the 24 bits of fp32 hold
 SMALLEST = np.float32(1e-30)  # in place of a block's largest value where that is 0
@@ -119,7 +122,7 @@ def _levels(
 def build_single_token(verifier: Path, dims: VerifierDims) -> list[Path]:
     """Write the graph for single tokens beside the fp32 graph `verifier`, if it helps here.
 
-    Returns its files: none when less than half of the weights' bytes lie on grids or this machine's
+    Returns its files: none when less than half of the weights lie on grids or this machine's
     kernels are not exact or not faster, a second one when not all weights fit in the first.
     """
     target = verifier.with_stem(verifier.stem + SINGLE_TOKEN)
@@ -147,31 +150,28 @@ def rewrite(source: Path, target: Path) -> list[Path]:
 
     Returns the files written; see `build_single_token`.
     """
-    model = onnx.load(source)
+    model = onnx.load(source, load_external_data=False)  # read one by one: they may be large
     graph = model.graph
-    stored = {tensor.name: tensor for tensor in graph.initializer}
+    floats = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT}
+    linear = {n.output[0]: floats[n.input[1]] for n in graph.node if _is_linear(n, floats)}
+    left = (1 - MIN_SHARE) * sum(math.prod(weight.dims) for weight in linear.values())
     rewriter = _Rewriter()
-    nodes, seen, rewritten = [], 0, 0
+    nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        weight = stored.get(node.input[1]) if node.op_type == "Gemm" else None
-        if weight is None or weight.data_type != TensorProto.FLOAT:
-            nodes.append(node)
-            continue
-        values = numpy_helper.to_array(weight)
-        seen += values.nbytes
-        grid = find_grid(values)
-        if grid is None:
-            nodes.append(node)
-            continue
-        rewritten += values.nbytes
-        nodes += rewriter.linear(node, grid)
-    if rewritten <= MIN_SHARE * seen:
-        return []
+        grid = None
+        if weight := linear.get(node.output[0]):
+            grid = find_grid(numpy_helper.to_array(weight, base_dir=str(source.parent)))
+            if grid is None:
+                left -= math.prod(weight.dims)
+                if left <= 0:
+                    return []
+        nodes += [node] if grid is None else rewriter.linear(node, grid)
     used = {name for node in nodes for name in node.input}
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
     del graph.node[:], graph.initializer[:]
     graph.node.extend(nodes)
     graph.initializer.extend([*kept, *rewriter.initializers])
+    load_external_data_for_model(model, str(source.parent))
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     if sum(len(tensor.raw_data) for tensor in graph.initializer) < MAX_FILE_BYTES:
         onnx.save(model, target)
@@ -179,6 +179,10 @@ def rewrite(source: Path, target: Path) -> list[Path]:
     data = target.with_name(target.name + ".data")
     onnx.save(model, target, save_as_external_data=True, location=data.name)
     return [target, data]
+
+
+def _is_linear(node: onnx.NodeProto, weights: Container[str]) -> bool:
+    return node.op_type == "Gemm" and node.input[1] in weights
 
 
 def _measure(

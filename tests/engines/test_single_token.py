@@ -160,6 +160,19 @@ def test_weights_that_do_not_fit_the_file_go_beside_it(
     assert load_manifest(folder).artifacts[SINGLE].data_files == (f"{SINGLE}.onnx.data",)
 
 
+def test_weights_beside_a_graph_are_found_as_those_in_it(tmp_path: Path) -> None:
+    inside = build(tmp_path, "llama") / "onnx" / "verifier.onnx"
+    beside = tmp_path / "large.onnx"
+    onnx.save(onnx.load(inside), beside, save_as_external_data=True, location="large.data")
+    targets = [tmp_path / name for name in ("a.onnx", "b.onnx")]
+    for source, target in zip((inside, beside), targets, strict=True):
+        assert single_token.rewrite(source, target) == [target]
+    first, second = (onnx.load(target).graph for target in targets)
+    assert first.node == second.node
+    for one, other in zip(first.initializer, second.initializer, strict=True):
+        np.testing.assert_array_equal(*map(onnx.numpy_helper.to_array, (one, other)))
+
+
 @pytest.mark.parametrize(
     ("change", "value"),
     [("FP32_ARITHMETIC", single_token.INT8_ARITHMETIC), ("MAX_TIME", 0.0)],  # inexact, not faster
