@@ -83,7 +83,8 @@ def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
                 artifacts["verifier" + SINGLE_TOKEN] = Artifact.of(*files)
         (partial / FILE_NAME).write_text(replace(manifest, artifacts=artifacts).to_json())
 
-    return publish(folder / "engines", content_key(manifest.to_json(), SINGLE_TOKEN), make)
+    key = content_key(manifest.to_json(), SINGLE_TOKEN)  # older folders lack that graph
+    return publish(folder / "engines", key, make)
 
 
 def _build_tensorrt(

@@ -59,9 +59,9 @@ class OrtEngine:
         self._kv_dtype = _NUMPY[kv.dtype]
         self._row_shape = (kv.num_kv_heads, kv.head_dim)
         self._device = "cuda" if "CUDAExecutionProvider" in _usable_providers() else "cpu"
-        self._any: _Bound | None = _Bound(path, self._device, threads)
+        self._general: _Bound | None = _Bound(path, self._device, threads)
         self._single = single_token and _Bound(single_token, self._device, threads)
-        sessions = [self._any, self._single] if self._single else [self._any]
+        sessions = [self._general, self._single] if self._single else [self._general]
         pool_shape = (num_kv, num_blocks, kv.block_tokens, *self._row_shape)
         self._pool = self._zeros(pool_shape)
         self._pool_rows = self._pool.reshape(num_kv, num_blocks * kv.block_tokens, *self._row_shape)
@@ -76,12 +76,12 @@ class OrtEngine:
 
     def run(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
         """Run once; see `Engine.run`. Raises EngineError naming what does not fit."""
-        if self._any is None:
+        if self._general is None:
             raise EngineError(f"{self._name} is closed")
         inputs = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         sizes = check_inputs(self._name, self._inputs, inputs)
         tokens = sizes[str(self._new_specs[0].dims[0])]
-        bound = self._any
+        bound = self._general
         if self._single and tokens == sizes.get("L", 1) == 1:
             bound = self._single
         for name, array in inputs.items():
@@ -109,7 +109,7 @@ class OrtEngine:
 
     def commit(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Write new K/V into the pool; see `Engine.commit`."""
-        if self._any is None:
+        if self._general is None:
             raise EngineError(f"{self._name} is closed")
         if self._device == "cpu":
             self._pool_rows[:, slots] = self._new[:, rows]
@@ -123,7 +123,7 @@ class OrtEngine:
 
     def read_block(self, block: int) -> NDArray[np.uint8]:
         """Copy a block to host memory; see `Engine.read_block`."""
-        if self._any is None:
+        if self._general is None:
             raise EngineError(f"{self._name} is closed")
         layers = self._pool[:, block]
         if self._device != "cpu":
@@ -132,7 +132,7 @@ class OrtEngine:
 
     def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
         """Fill a block; see `Engine.write_block`."""
-        if self._any is None:
+        if self._general is None:
             raise EngineError(f"{self._name} is closed")
         layers = data.view(self._kv_dtype).reshape(self._pool[:, block].shape)
         if self._device == "cpu":
@@ -144,7 +144,7 @@ class OrtEngine:
 
     def close(self) -> None:
         """Free sessions and pool."""
-        self._any = self._single = self._pool = self._pool_rows = self._new = None
+        self._general = self._single = self._pool = self._pool_rows = self._new = None
 
     def _buffer(self, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any]:
         # Grown, never shrunk: a view of the right size is what the graph writes into.
