@@ -154,6 +154,8 @@ def rewrite(source: Path, target: Path) -> list[Path]:
     graph = model.graph
     floats = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT}
     linear = {n.output[0]: floats[n.input[1]] for n in graph.node if _is_linear(n, floats)}
+    if not linear:
+        return []
     left = (1 - MIN_SHARE) * sum(math.prod(weight.dims) for weight in linear.values())
     rewriter = _Rewriter()
     nodes: list[onnx.NodeProto] = []
