@@ -38,6 +38,7 @@ class Timing(NamedTuple):
     start_s: float
     times_s: list[float]
     tokens: list[int]
+    complete: bool = True
 
     @property
     def num_output_tokens(self) -> int:
@@ -63,7 +64,10 @@ class Client:
         )
 
     def ask(self, **fields: Any) -> Timing:
-        """Stream one request to its last response. Raises what the server refuses with."""
+        """Stream one request to its last response, or to an `interrupt`.
+
+        Raises what the server refuses with.
+        """
         start = time.perf_counter()
         self._client.async_stream_infer(
             MODEL_NAME,
@@ -75,15 +79,21 @@ class Client:
             at, result, error = self._events.get(timeout=TIMEOUT_S)
             if error is not None:
                 raise error
+            if result is None:
+                break
             times.append(at)
             results.append(result)
             final = result.get_response().parameters["triton_final_response"].bool_param
         tokens = [int(result.as_numpy("num_output_tokens").item()) for result in results]
-        return Timing(start, times, tokens)
+        return Timing(start, times, tokens, final)
+
+    def interrupt(self) -> None:
+        """Let another thread's `ask` return with what has come; `close` will cancel its request."""
+        self._events.put((time.perf_counter(), None, None))
 
     def close(self) -> None:
-        """End the stream."""
-        self._client.stop_stream()
+        """End the stream, and the request that runs on it."""
+        self._client.stop_stream(cancel_requests=True)
         self._client.close()
 
 

@@ -2,16 +2,17 @@
 
 Closed-loop gRPC clients send the prompts of all sets, mixed, half of them greedy and half at
 temperature 1. Every slice of the run gives the same requests to each policy in turn, in an order
-that rotates, so that whatever else the machine does meets them all alike. Throughput is that of the
-time in which all clients are busy: once the first has found no more work, the tail of a slice would
-count against a policy under which requests differ in speed.
+that rotates, so that whatever else the machine does meets them all alike. A slice lasts until as
+many answers are complete as it has requests, and until then clients that are done go on with further
+ones: idle clients, or last prompts whose answers are not waited for, would count against a policy
+under which requests differ in speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import queue
 import statistics
 import threading
 import time
@@ -42,7 +43,7 @@ PHASES = ("admit", "draft", "schedule", "pack", "verify", "accept", "commit", "e
 class Tally:
     """What one policy did at one concurrency."""
 
-    seconds: float = 0.0  # with all clients busy
+    seconds: float = 0.0  # until as many answers were complete as there were requests
     tokens: int = 0  # that came in this time
     timings: list[tuple[Item, Timing]] = field(default_factory=list)
     change: Counter[str] = field(default_factory=Counter)
@@ -151,22 +152,17 @@ def _slice(
     tally: Tally,
 ) -> None:
     """Run a batch under one policy with that many clients, and book it."""
-    waiting: queue.SimpleQueue[Item] = queue.SimpleQueue()
-    for item in batch:
-        waiting.put(item)
+    work = itertools.cycle(batch)
     before = server_metrics(args)
     clients = [Client(args) for _ in range(concurrency)]
-    done = threading.Event()
-    idle_since_s: list[float] = []
+    lock, done = threading.Lock(), threading.Event()
+    answered_s: list[float] = []
 
-    def drain(client: Client) -> list[tuple[Item, Timing]]:
+    def run(client: Client) -> list[tuple[Item, Timing]]:
         own: list[tuple[Item, Timing]] = []
-        while True:
-            try:
-                item = waiting.get_nowait()
-            except queue.Empty:
-                idle_since_s.append(time.perf_counter())
-                return own
+        while not done.is_set():
+            with lock:
+                item = next(work)
             timing = client.ask(
                 text_input=prompts[item.prompt_set][item.row],
                 max_tokens=args.max_new_tokens,
@@ -177,6 +173,13 @@ def _slice(
                 disable_prefix_cache=True,  # or the first policy's turn would help the others'
             )
             own.append((item, timing))
+            with lock:
+                answered_s.append(time.perf_counter())
+                if len(answered_s) == len(batch):
+                    done.set()
+                    for other in clients:
+                        other.interrupt()
+        return own
 
     def watch() -> None:
         while not done.wait(EXPORT_S):
@@ -186,14 +189,14 @@ def _slice(
     watcher.start()
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        timings = [timing for own in pool.map(drain, clients) for timing in own]
-    tally.seconds += idle_since_s[0] - start
-    tally.tokens += sum(timing.tokens_until(idle_since_s[0]) for _, timing in timings)
-    done.set()
+        timings = [timing for own in pool.map(run, clients) for timing in own]
+    end_s = answered_s[len(batch) - 1]
+    tally.seconds += end_s - start
+    tally.tokens += sum(timing.tokens_until(end_s) for _, timing in timings)
     watcher.join()
     for client in clients:
         client.close()
-    tally.timings += timings
+    tally.timings += [(item, timing) for item, timing in timings if timing.complete]
     tally.change.update(gained(before, server_metrics(args)))
 
 

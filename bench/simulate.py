@@ -10,6 +10,7 @@ report of `dspark bench load` (`--serving`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections import Counter, deque
@@ -200,8 +201,8 @@ def simulate(
 ) -> dict[str, Any]:
     """Closed-loop clients under one policy; the fields that `dspark bench load` reports too.
 
-    They share the recorded requests of each slice by their numbers. As there, a slice counts until
-    the first client finds no more work. Steps take `slower` times what the cost table says.
+    They share the recorded requests of each slice by their numbers, again and again. As there, it
+    lasts until as many answers are complete. Steps take `slower` times what the cost table says.
     """
     block = recording.rounds.signals.shape[1]
     config = RuntimeConfig()
@@ -213,12 +214,14 @@ def simulate(
     totals, per_user = Counter[str](), list[float]()
     now = 0.0
     for numbers in slices:
-        waiting = deque(_sequence(recording, number, max_new_tokens) for number in numbers)
+        work = itertools.cycle(numbers)
         running: list[SimulatedSequence] = []
+        left = len(numbers)
         answered = 0  # in the last step: their clients' next requests arrive during this one
-        while len(waiting) >= concurrency - len(running):
+        while left > 0:
             free = concurrency - len(running) - (answered if running else 0)
-            running += [waiting.popleft() for _ in range(free)]
+            own = itertools.islice(work, free)
+            running += [_sequence(recording, number, max_new_tokens) for number in own]
             decoding = [s for s in running if s.is_decoding]
             scheduler.plan(decoding)
             step_s, outcome = _decode(scheduler, decoding, block)
@@ -242,6 +245,7 @@ def simulate(
                 if sequence.is_finished and sequence.num_output > 1:
                     per_user.append((sequence.num_output - 1) / (now - sequence.first_s))
             answered = sum(s.is_finished for s in running)
+            left -= answered
             running = [s for s in running if not s.is_finished]
     rounds, verified, accepted = (totals[name] for name in ("rounds", "verified", "accepted"))
     return {
