@@ -3,9 +3,9 @@
 Closed-loop gRPC clients send the prompts of all sets, mixed, half of them greedy and half at
 temperature 1. Every slice of the run gives the same requests to each policy in turn, in an order
 that rotates, so that whatever else the machine does meets them all alike. A slice lasts until as
-many answers are complete as it has requests, and until then clients that are done go on with further
-ones: idle clients, or last prompts whose answers are not waited for, would count against a policy
-under which requests differ in speed.
+many answers are complete as it has requests, and until then clients that are done go on with
+further ones: idle clients, or last prompts whose answers are not waited for, would count against a
+policy under which requests differ in speed.
 """
 
 from __future__ import annotations
