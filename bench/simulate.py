@@ -211,6 +211,7 @@ def simulate(
     scheduler: Scheduler[SimulatedSequence] = Scheduler(
         parse_policy(policy, block), config, Metrics(), tables, gauge
     )
+    lengths = 1 + np.bincount(recording.rounds.request, recording.rounds.accepted + 1).astype(int)
     totals, per_user = Counter[str](), list[float]()
     now = 0.0
     for numbers in slices:
@@ -221,7 +222,7 @@ def simulate(
         while left > 0:
             free = concurrency - len(running) - (answered if running else 0)
             own = itertools.islice(work, free)
-            running += [_sequence(recording, number, max_new_tokens) for number in own]
+            running += [_sequence(recording, lengths, n, max_new_tokens) for n in own]
             decoding = [s for s in running if s.is_decoding]
             scheduler.plan(decoding)
             step_s, outcome = _decode(scheduler, decoding, block)
@@ -292,12 +293,14 @@ def _prefill(tables: Tables, running: list[SimulatedSequence], budget: int) -> f
     return tables.cost.prefill_token_s * done
 
 
-def _sequence(recording: Recording, number: int, max_tokens: int) -> SimulatedSequence:
-    """A recorded request. One whose answer was shorter than the longest by more than a block ends
-    there, for the answer had ended.
+def _sequence(
+    recording: Recording, lengths: NDArray[np.int64], number: int, max_tokens: int
+) -> SimulatedSequence:
+    """A recorded request; `lengths` [q] are those of all recorded answers.
+
+    An answer that was shorter than the longest by more than a block had ended, and ends here too.
     """
     rows = np.nonzero(recording.rounds.request == number)[0]
-    lengths = 1 + np.bincount(recording.rounds.request, recording.rounds.accepted + 1).astype(int)
     length, limit = int(lengths[number]), lengths.max() - recording.rounds.signals.shape[1]
     return SimulatedSequence(
         _Mode(bool(recording.greedy[number])),
