@@ -276,8 +276,8 @@ def _decode(
             outcome[s] = (length, min(accepted, length))
             new_context += s.num_pending
             s.num_drafter_computed = s.num_computed
-    num_verified = sum(verified for verified, _ in outcome.values())
-    return scheduler.predicted_s(len(drafted), num_verified, new_context) or 0.0, outcome
+    verified = [outcome[s][0] for s in drafted]
+    return scheduler.predicted_s(verified, new_context) or 0.0, outcome
 
 
 def _prefill(tables: Tables, running: list[SimulatedSequence], budget: int) -> float:

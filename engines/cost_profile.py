@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,14 @@ SLOW_S = 0.1
 NEW_CONTEXT_TOKENS = 256  # of one request, to tell what each costs the drafter
 PREFILL_TOKENS = 128
 
-Point = Callable[[], None]
+Step = Callable[[], None]
+
+
+class Point(NamedTuple):
+    """A step to time, and one that runs between its first time and that."""
+
+    step: Step
+    before: Step | None = None
 
 
 def profile(folder: Path, threads: int, max_requests: int, repeats: int = REPEATS) -> bool:
@@ -65,38 +73,52 @@ def profile(folder: Path, threads: int, max_requests: int, repeats: int = REPEAT
 def measure(model: Model, repeats: int = REPEATS) -> CostTable:
     """Time the model's engines at every point of the table."""
     stage = _Stage(model)
+    block_size = 0 if model.manifest.drafter is None else model.manifest.drafter.block_size
     contexts = [n for n in CONTEXT_LENS if n < stage.longest] or [max(1, stage.longest // 2)]
     requests = _doubling(model.config.max_batch_requests)
-    block = 0 if model.manifest.drafter is None else model.manifest.drafter.block_size
-    segments = _segment_lens(block)
-    verify = {
-        (c, r, n): stage.verify(r, n, c) for c in contexts for r in requests for n in segments
+    segments = _segment_lens(block_size)
+    points: dict[tuple, Point] = {
+        (c, r, n): Point(stage.verify([n] * r, c))
+        for c in contexts
+        for r in requests
+        for n in segments
     }
-    points: dict[tuple, Point] = dict(verify)
     chunk = min(PREFILL_TOKENS, model.config.prefill_chunk_tokens)
     prefill_tokens = min(chunk, stage.longest - contexts[0])
-    points["prefill",] = stage.verify(1, prefill_tokens, contexts[0], num_logits=1)
-    if block:
+    points["prefill",] = Point(stage.verify([prefill_tokens], contexts[0], num_logits=1))
+    if block_size:
         more = min(NEW_CONTEXT_TOKENS, stage.longest - contexts[0])
-        points |= {("draft", c, r): stage.draft(r, 1, c) for c in contexts for r in requests}
-        points["context",] = stage.draft(1, more, contexts[0])
+        uneven = [block_size + 1] + [1] * (requests[-1] - 1)
+        for c in contexts:
+            points["uneven", c] = Point(stage.verify(uneven, c))
+            for r in requests:
+                # A draft finds the caches full of what the verifier has just read.
+                points["draft", c, r] = Point(stage.draft(r, 1, c), points[c, r, 1].step)
+        first = contexts[0]
+        points["context",] = Point(stage.draft(1, more, first), points[first, 1, 1].step)
     seconds = _median_seconds(points, repeats)
 
-    draft_s = np.array([[seconds["draft", c, r] for r in requests if block] for c in contexts])
+    draft_s = np.array([[seconds["draft", c, r] for r in requests if block_size] for c in contexts])
     verify_s = np.array(
         [[[seconds[c, r, n] for n in segments] for r in requests] for c in contexts]
     )
-    context_token_s = 0.0
-    if block:
+    verify_s, draft_s = monotone(verify_s), monotone(draft_s)
+    context_token_s, padding_s = 0.0, [0.0] * len(contexts)
+    if block_size:
         further_s = seconds["context",] - seconds["draft", contexts[0], 1]
         context_token_s = max(0.0, further_s) / (more - 1)
+        num_missing = max(1, sum(max(uneven) - n for n in uneven))
+        for k, c in enumerate(contexts):
+            even_s = float(np.interp(np.mean(uneven), segments, verify_s[k, -1]))
+            padding_s[k] = max(0.0, seconds["uneven", c] - even_s) / num_missing
     return CostTable(
         identity=identity_of(model.manifest, model.config.engine_threads),
         context_lens=tuple(contexts),
         requests=tuple(requests),
         segment_lens=tuple(segments),
-        verify_s=_nested(monotone(verify_s)),
-        draft_s=_nested(monotone(draft_s)),
+        verify_s=_nested(verify_s),
+        padding_s=tuple(padding_s),
+        draft_s=_nested(draft_s),
         context_token_s=context_token_s,
         prefill_token_s=seconds["prefill",] / prefill_tokens,
         repeats=repeats,
@@ -124,16 +146,18 @@ class _Stage:
         ) - max(PREFILL_TOKENS // 2, 1)
 
     def verify(
-        self, requests: int, segment_len: int, context_len: int, num_logits: int | None = None
-    ) -> Point:
+        self, segment_lens: list[int], context_len: int, num_logits: int | None = None
+    ) -> Step:
         """A verifier pass with its packing and commit; logits of all tokens or the last ones."""
         engine = self._model.engines.verifier
+        longest = max(segment_lens)
+        blocks = self._blocks(len(segment_lens), context_len + longest)
         segments = [
-            VerifySegment([1] * segment_len, context_len, blocks, num_logits or segment_len)
-            for blocks in self._blocks(requests, context_len + segment_len)
+            VerifySegment([1] * n, context_len, own, num_logits or n)
+            for n, own in zip(segment_lens, blocks, strict=True)
         ]
-        rows = np.arange(segment_len)
-        into = slots(segments[0].blocks, context_len, segment_len, self._block_tokens)
+        rows = np.arange(segment_lens[0])
+        into = slots(segments[0].blocks, context_len, segment_lens[0], self._block_tokens)
 
         def run() -> None:
             engine.run(pack_verify(segments, self._block_tokens).inputs)
@@ -141,7 +165,7 @@ class _Stage:
 
         return run
 
-    def draft(self, requests: int, new_tokens: int, context_len: int) -> Point:
+    def draft(self, requests: int, new_tokens: int, context_len: int) -> Step:
         """A drafter pass with its packing and commit."""
         engine, dims = self._model.engines.drafter, self._model.manifest.drafter
         assert engine is not None
@@ -175,9 +199,11 @@ def _median_seconds(points: dict[tuple, Point], repeats: int) -> dict[tuple, flo
         if len(own) >= SLOW_REPEATS and statistics.median(own) > SLOW_S:
             continue
         # Steps of a kind follow each other; the first finds buffers and caches of another one.
-        points[key]()
+        points[key].step()
+        if before := points[key].before:
+            before()
         start = time.perf_counter()
-        points[key]()
+        points[key].step()
         own.append(time.perf_counter() - start)
     return {key: statistics.median(own) for key, own in seconds.items()}
 

@@ -2,7 +2,8 @@
 
 Two costs, in seconds: of drafting for D requests, and of verifying N packed tokens of R requests.
 Both depend on the context too (its pages are gathered for every request), and verifying depends on
-R beside N, so the table has those axes; between its points costs are interpolated.
+R beside N, so the table has those axes; between its points costs are interpolated. They are of
+requests with equally many tokens: attention pads the others to the longest, which costs extra.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from runtime.manifest import Manifest
 
-FORMAT = 1
+FORMAT = 2
 PATH = "cost/cost.json"  # in the engine folder
 COMMAND = "dspark profile"
 _CONTEXT_STEP = 64  # costs are worked out anew when the context has moved by so many tokens
@@ -42,6 +43,7 @@ class CostTable:
     requests: tuple[int, ...]  # [Q]
     segment_lens: tuple[int, ...]  # [S]
     verify_s: tuple[tuple[tuple[float, ...], ...], ...]  # [K, Q, S]
+    padding_s: tuple[float, ...]  # [K] for each token by which a request is short of the longest
     draft_s: tuple[tuple[float, ...], ...]  # [K, Q], one new context token each; [K, 0] if none
     context_token_s: float  # of drafting, for each further token of new context
     prefill_token_s: float  # of a verifier pass, for each token of a long prompt
@@ -54,6 +56,10 @@ class CostTable:
         At most g for each request; beyond the last context length costs go on as they rose.
         """
         return _verify_cost(self, requests, num_tokens, _rounded(context_len))
+
+    def padding_cost(self, num_tokens: NDArray | int, context_len: float) -> NDArray:
+        """Seconds that attention takes beyond `verify_cost` to pad by `num_tokens` tokens."""
+        return np.asarray(num_tokens) * _padding_cost(self, _rounded(context_len))
 
     def draft_cost(self, requests: int, context_len: float) -> float:
         """Seconds to draft for `requests` requests."""
@@ -119,6 +125,11 @@ def _verify_cost(table: CostTable, requests: int, num_tokens: int, context: int)
     by_tokens = _interpolate(requests, table.requests, by_requests)
     wanted = 1 + np.arange(num_tokens + 1) / requests
     return np.interp(wanted, table.segment_lens, by_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _padding_cost(table: CostTable, context: int) -> float:
+    return float(_interpolate(context, table.context_lens, np.asarray(table.padding_s)))
 
 
 @lru_cache(maxsize=4096)

@@ -128,9 +128,9 @@ class Loop:
         metrics.lap("schedule")
         if decoding := self._decode_segments(caps, verified):
             self._verify(decoding, verified, "")
-            num_verified = sum(len(draft.token_ids) for draft in verified.values())
+            lengths = [len(verified[s].token_ids) if s in verified else 0 for s in drafts]
             new_context = metrics.counts["drafter_context_tokens"] - old_context
-            scheduler.end_decoding(len(drafts), num_verified, new_context, metrics.step_s)
+            scheduler.end_decoding(lengths, new_context, metrics.step_s)
         if prefilling := self._prefill_segments():
             self._verify(prefilling, verified, "prefill_")
         scheduler.gauge.update(metrics.step_s, len(admission.running), len(admission.waiting))

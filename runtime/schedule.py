@@ -152,39 +152,45 @@ class Choice(NamedTuple):
     """Requests to draft for, and what that yields."""
 
     rows: Int  # [D], the most promising first
+    longest: int  # draft tokens to verify at most for each, from 1 to g
     gain: float  # expected tokens per second over those of plain decoding, at least 1
 
 
 def worth_drafting(
     samples: Float,
     arrears_s: Float,
-    step_s: Callable[[int], Float],
+    step_s: Callable[[int, int], Float],
     base_tokens: float,
     min_gain: float = 0.0,
 ) -> Choice:
     """Those of R requests for which drafting yields the most tokens per second, on average.
 
-    The requests that promise most come first; how many of them is tried out. Ties go by row.
+    How many tokens to verify at most is tried out for all requests, then how many of these are
+    drafted for: those that promise most come first. Ties go by row.
 
     Args:
         samples: [R, H, g] survivals of H rounds that say what to expect of each request.
         arrears_s: [R] seconds by which drafting for a request lengthens the step beyond `step_s`.
-        step_s: of D requests drafted for, [D * g + 1].
+        step_s: of D requests drafted for and n draft tokens at most of each, [D * n + 1].
         base_tokens, min_gain: see `throughput_lengths`, which will cut the drafts.
     """
     order = np.argsort(-samples.sum(axis=2).mean(axis=1), kind="stable")
-    plain_rate = base_tokens / step_s(0)[0]
-    best = Choice(order[:0], 1.0)
-    for count in _tried_counts(len(order)):
-        rows, seconds = order[:count], step_s(count)
-        by_sample = samples[rows].swapaxes(0, 1).reshape(samples.shape[1], -1)
+    plain_rate = base_tokens / step_s(0, 0)[0]
+
+    def gain(count: int, longest: int) -> float:
+        rows, seconds = order[:count], step_s(count, longest)
+        by_sample = samples[rows, :, :longest].swapaxes(0, 1).reshape(samples.shape[1], -1)
         values = -np.sort(-by_sample, axis=1)
         counts = num_admitted(values, seconds, base_tokens, min_gain)
         tokens = np.take_along_axis(_tokens(values, base_tokens), counts[:, None], axis=1)
         mean_s = seconds[counts].mean() + arrears_s[rows].sum()
-        gain = float(tokens.mean() / mean_s / plain_rate)
-        if gain > best.gain:
-            best = Choice(rows, gain)
+        return float(tokens.mean() / mean_s / plain_rate)
+
+    longest = max(range(samples.shape[2], 0, -1), key=lambda n: gain(len(order), n))
+    best = Choice(order[:0], longest, 1.0)
+    for count in _tried_counts(len(order)):
+        if (own := gain(count, longest)) > best.gain:
+            best = Choice(order[:count], longest, own)
     return best
 
 

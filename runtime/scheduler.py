@@ -7,6 +7,7 @@ when a draft is made, so no decision about a token depends on its value.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -131,6 +132,7 @@ class Scheduler(Generic[S]):
         self._adaptive: list[S] = []  # those decoding whose policy may hold their drafts back
         self._held_back: set[S] = set()  # those that plain decoding is better for,
         self._waiting: set[S] = set()  # and those not drafted for in this step
+        self._longest_draft = 0  # tokens of a draft that policies with tables may verify
         self._steps_to_choice = 0
         self._steps_to_look = LOOK_STEPS
         # Of this step's drafts: log-odds as calibrated and confidences, [g] each.
@@ -201,16 +203,16 @@ class Scheduler(Generic[S]):
     def _choose_held_back(self, adaptive: list[S]) -> set[S]:
         assert self._tables is not None
         assert self._experience is not None
-        block_size = self._experience.block_size
         spread_s = self._tables.cost.context_token_s / CATCH_UP_STEPS
         choice = worth_drafting(
             self._expected(adaptive),
             np.array([s.num_pending - 1 for s in adaptive]) * spread_s,
-            lambda count: self._step_s(count, count * block_size),
+            lambda count, longest: self._step_s(count, count * longest, longest),
             self._num_decoding,
             self._min_gain,
         )
         self.drafting = choice.gain > (1 if self.drafting else 1 + self._min_gain)
+        self._longest_draft = choice.longest
         chosen = choice.rows.tolist() if self.drafting else []
         return set(adaptive) - {adaptive[row] for row in chosen}
 
@@ -233,16 +235,23 @@ class Scheduler(Generic[S]):
                 expected[row, own:] = typical[mode][places.astype(int)]
         return expected
 
-    def _step_s(self, num_drafted: int, num_tokens: int, others: int = 0) -> NDArray[np.float64]:
-        """Seconds of this step with 0 .. `num_tokens` draft tokens beside `others`, [n + 1]."""
+    def _step_s(
+        self, num_drafted: int, num_tokens: int, longest: int, others: int = 0
+    ) -> NDArray[np.float64]:
+        """Seconds of this step with 0 .. `num_tokens` draft tokens beside `others`, [n + 1].
+
+        `longest` is the most of a request: attention pads all to it, whoever reaches it.
+        """
         assert self._tables is not None
         assert self._experience is not None
         cost, context = self._tables.cost, self._longest_context
         verify_s = cost.verify_cost(self._num_decoding, others + num_tokens, context)[others:]
         if not num_drafted:
             return verify_s
+        missing = self._num_decoding * longest - others - np.arange(num_tokens + 1)
+        padding_s = cost.padding_cost(missing.clip(min=0), context)
         draft_s = cost.draft_cost(num_drafted, context)
-        return (verify_s + draft_s) * self._experience.drafting_factor
+        return (verify_s + padding_s + draft_s) * self._experience.drafting_factor
 
     def lengths(
         self,
@@ -301,7 +310,9 @@ class Scheduler(Generic[S]):
         experience = self._experience
         assert experience is not None
         survival = np.cumprod(confidence, axis=1)
-        step_s = self._step_s(len(sequences), int(caps.sum()), others)
+        longest = self._longest_draft
+        caps = np.minimum(caps, longest)
+        step_s = self._step_s(len(sequences), int(caps.sum()), longest, others)
         base = self._num_decoding
         if policy.name == "throughput":
             lengths = throughput_lengths(survival, caps, step_s, base, self._min_gain)
@@ -324,36 +335,37 @@ class Scheduler(Generic[S]):
             )
 
     def end_decoding(
-        self, num_drafted: int, num_verified: int, new_context_tokens: int, measured_s: float
+        self, verified: Collection[int], new_context_tokens: int, measured_s: float
     ) -> None:
         """Learn what the step's decoding took, and book it beside what the table says.
 
         Args:
-            num_drafted: sequences drafted for.
-            num_verified: draft tokens.
-            new_context_tokens: see `predicted_s`.
+            verified: see `predicted_s`.
+            new_context_tokens: likewise.
             measured_s: from the step's start to here.
         """
-        predicted_s = self.predicted_s(num_drafted, num_verified, new_context_tokens)
+        predicted_s = self.predicted_s(verified, new_context_tokens)
         if predicted_s is not None and self._experience is not None:
             self._metrics.predicted_decoding_s += predicted_s
             self._metrics.measured_decoding_s += measured_s
-            self._experience.add_step(num_drafted > 0, predicted_s, measured_s)
+            self._experience.add_step(len(verified) > 0, predicted_s, measured_s)
 
-    def predicted_s(
-        self, num_drafted: int, num_verified: int, new_context_tokens: int
-    ) -> float | None:
+    def predicted_s(self, verified: Collection[int], new_context_tokens: int) -> float | None:
         """Seconds that the cost table gives this step's decoding; None without a table.
 
-        `new_context_tokens` are those that the drafter took in, one a request at no extra cost.
+        `verified` are the draft tokens verified for each sequence that was drafted for,
+        `new_context_tokens` those that the drafter took in, one a request at no extra cost.
         """
         if self._tables is None or not self._num_decoding:
             return None
         cost, context = self._tables.cost, self._longest_context
+        num_verified = sum(verified)
         seconds = float(cost.verify_cost(self._num_decoding, num_verified, context)[-1])
-        if num_drafted:
-            seconds += cost.draft_cost(num_drafted, context)
-            seconds += cost.context_token_s * max(0, new_context_tokens - num_drafted)
+        if verified:
+            missing = self._num_decoding * max(verified) - num_verified
+            seconds += float(cost.padding_cost(missing, context))
+            seconds += cost.draft_cost(len(verified), context)
+            seconds += cost.context_token_s * max(0, new_context_tokens - len(verified))
         return seconds
 
 

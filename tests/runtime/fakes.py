@@ -253,6 +253,7 @@ def make_tables(
     *,
     request_s: float = 0.1,
     token_s: float = 0.02,
+    padding_s: float = 0.0,
     draft_s: float = 0.1,
     survival: float = 0.6,
     context_token_s: float = 0.0,
@@ -272,6 +273,7 @@ def make_tables(
                 tuple(1 + request_s * r + token_s * r * (n - 1) for n in segments) for r in requests
             ),
         ),
+        padding_s=(padding_s,),
         draft_s=(tuple(draft_s * (1 + 0.1 * r) for r in requests),),
         context_token_s=context_token_s,
         prefill_token_s=0.1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from runtime import cost
@@ -21,6 +22,7 @@ TABLE = CostTable(
         ((1.0, 2.0, 3.0), (2.0, 3.0, 4.0), (4.0, 6.0, 8.0)),
         ((2.0, 3.0, 4.0), (3.0, 4.0, 5.0), (5.0, 7.0, 9.0)),
     ),
+    padding_s=(0.5, 1.0),
     draft_s=((1.0, 2.0, 3.0), (2.0, 3.0, 4.0)),
     context_token_s=0.5,
     prefill_token_s=0.25,
@@ -40,6 +42,11 @@ def test_short_contexts_cost_as_the_first_point_and_long_ones_go_on_rising() -> 
     assert TABLE.verify_cost(1, 0, 0)[0] == 1.0
     assert TABLE.verify_cost(1, 0, 256)[0] == 4.0
     assert TABLE.draft_cost(1, 192) == 3.0
+
+
+def test_padding_costs_by_the_token_and_more_in_long_contexts() -> None:
+    assert TABLE.padding_cost(3, 64) == 1.5
+    assert TABLE.padding_cost(np.array([0, 2]), 128).tolist() == [0.0, 2.0]
 
 
 def test_more_requests_than_measured_go_on_as_the_last() -> None:

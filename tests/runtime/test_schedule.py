@@ -229,7 +229,7 @@ def test_ties_go_by_position_and_then_by_row() -> None:
     st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1),
     st.sampled_from([0.0, 0.05]),
 )  # fmt: skip
-def test_whom_to_draft_for_is_the_best_count_of_the_likeliest(
+def test_whom_to_draft_for_is_the_best_count_of_the_likeliest_at_the_best_length(
     requests: int, rounds: int, block: int, seed: int, min_gain: float
 ) -> None:
     random = np.random.default_rng(seed)
@@ -237,24 +237,31 @@ def test_whom_to_draft_for_is_the_best_count_of_the_likeliest(
     arrears_s = 0.1 * random.random(requests)
     table = 1 + np.cumsum(0.3 * random.random((requests + 1, requests * block + 1)), axis=1)
     base_tokens = requests + int(random.integers(3))
+    padding_s = random.choice([0.0, 0.2]) * random.random()
 
-    def step_s(count: int) -> Array:
-        row: Array = table[count, : count * block + 1] + 0.1 * count
-        return row
+    def step_s(count: int, longest: int) -> Array:
+        tokens = np.arange(count * longest + 1)
+        row: Array = table[count, tokens] + 0.1 * count
+        return row + padding_s * (requests * longest - tokens)
 
-    gains = []
     order = sorted(range(requests), key=lambda r: -samples[r].sum())
-    for count in range(1, requests + 1):
+
+    def gain(count: int, longest: int) -> float:
         tokens, seconds = [], []
         for h in range(rounds):
-            group, caps = samples[order[:count], h], np.full(count, block)
-            lengths = throughput_lengths(group, caps, step_s(count), base_tokens, min_gain)
+            group, caps = samples[order[:count], h], np.full(count, longest)
+            costs = step_s(count, longest)
+            lengths = throughput_lengths(group, caps, costs, base_tokens, min_gain)
             kept = sum(sum(row[:n]) for row, n in zip(group, lengths, strict=True))
             tokens.append(base_tokens + kept)
-            seconds.append(step_s(count)[lengths.sum()])
+            seconds.append(costs[lengths.sum()])
         mean_s = np.mean(seconds) + arrears_s[order[:count]].sum()
-        gains.append(np.mean(tokens) / mean_s / (base_tokens / step_s(0)[0]))
+        return np.mean(tokens) / mean_s / (base_tokens / step_s(0, 0)[0])
+
+    of_all = [gain(requests, longest) for longest in range(1, block + 1)]
     choice = worth_drafting(samples, arrears_s, step_s, base_tokens, min_gain)
+    assert of_all[choice.longest - 1] == pytest.approx(max(of_all))
+    gains = [gain(count, choice.longest) for count in range(1, requests + 1)]
     assert choice.gain == pytest.approx(max(1, *gains, 1))
     expected = order[: 1 + int(np.argmax(gains))] if max(gains) > 1 else []
     assert choice.rows.tolist() == expected
@@ -264,7 +271,7 @@ def test_of_many_requests_not_every_count_is_tried() -> None:
     samples = np.where(np.arange(100) % 2 == 0, 0.5, 0.001)[:, None, None]
     tried: list[int] = []
 
-    def step_s(count: int) -> Array:
+    def step_s(count: int, longest: int) -> Array:
         tried.append(count)
         return np.full(count + 1, 100 + 0.1 * count)
 

@@ -258,6 +258,23 @@ def test_only_requests_whose_drafts_pay_are_drafted_for() -> None:
     assert [scheduler.drafts_for(s) for s in stubs] == [i % 3 == 0 for i in range(8)]
 
 
+@pytest.mark.parametrize(("padding_s", "longest"), [(0.0, BLOCK_SIZE), (0.04, 1)])
+def test_one_long_draft_must_pay_for_padding_all_others(padding_s: float, longest: int) -> None:
+    """The first draft token is likely for all, further ones only for one of them."""
+    tables = make_tables(draft_s=0.01, token_s=0.05, padding_s=padding_s)
+    scheduler = _scheduler(tables, 0.01)
+    short = np.where(np.arange(BLOCK_SIZE) < 1, 0.9, 0.001)
+    stubs = [Stub(survivals=deque([short if i else HOPEFUL] * 8)) for i in range(8)]
+    scheduler.plan(stubs)
+    signals = np.full((8, BLOCK_SIZE, 2), -20, np.float32)
+    signals[:, 0], signals[0] = 20, 20
+    lengths = scheduler.lengths(stubs, np.full(8, BLOCK_SIZE), signals).tolist()
+    assert max(lengths) == lengths[0] == longest
+    predicted_s = scheduler.predicted_s(lengths, 8)
+    even_s = tables.cost.verify_cost(8, sum(lengths), 16)[-1] + tables.cost.draft_cost(8, 16)
+    assert predicted_s == pytest.approx(even_s + padding_s * (8 * longest - sum(lengths)))
+
+
 @pytest.mark.parametrize("greedy", [True, False])
 def test_confidences_that_do_not_come_true_count_less(greedy: bool) -> None:
     """Nothing is ever accepted, however sure the drafter is: its drafts are made no more."""
@@ -282,10 +299,10 @@ def test_drafting_that_takes_longer_than_the_table_says_is_given_up() -> None:
     for _ in range(40 * PLAIN_LOOK_STEPS):
         scheduler.plan([stub])
         drafted = scheduler.drafts_for(stub)
-        verified = int(scheduler.lengths([stub], caps, signals).sum()) if drafted else 0
-        predicted_s = scheduler.predicted_s(int(drafted), verified, 1)
+        verified = scheduler.lengths([stub], caps, signals).tolist() if drafted else []
+        predicted_s = scheduler.predicted_s(verified, 1)
         assert predicted_s is not None
-        scheduler.end_decoding(int(drafted), verified, 1, predicted_s * (1.25 if drafted else 1.0))
+        scheduler.end_decoding(verified, 1, predicted_s * (1.25 if verified else 1.0))
     assert not scheduler.drafting
     assert scheduler.metrics()["drafting_cost_factor"] > 1.15
 
