@@ -7,7 +7,6 @@ probability ``min(1, q(y) / p(y))`` has exactly the joint law of (accepted, toke
 sampling, so one coin per position gives outcomes to hold the confidence against.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from training.data import ChatFormat, DataError
+from training.data import ChatFormat
 from training.drafter import Drafter, target_to_draft
 from training.evaluate import SequenceScore, Validation, score_sequence, summarise
 from training.features import CachedSequence, CacheSpec, FeatureCache
@@ -54,14 +53,6 @@ class SetReport:
     sampled: Validation
     greedy_confidence: ConfidenceReport
     sampled_confidence: ConfidenceReport
-
-
-def read_prompts(path: Path, count: int) -> list[str]:
-    """The first user messages of the first ``count`` lines of a prompt file."""
-    if not path.is_file():
-        raise DataError(f"no prompt file {path}")
-    lines = path.read_text(encoding="utf-8").splitlines()[:count]
-    return [str(json.loads(line)["turns"][0]) for line in lines]
 
 
 def answer_prompts(

@@ -194,7 +194,8 @@ def run_judge(args: argparse.Namespace) -> int:
 
     from transformers import AutoTokenizer
 
-    from training.benchmark import answer_prompts, cached_answers, judge, read_prompts
+    from bench.prompts import read_prompts
+    from training.benchmark import answer_prompts, cached_answers, judge
     from training.checkpoint import DrafterCheckpointError, load_drafter
     from training.data import ChatFormat, DataError
     from training.drafter import DrafterConfigError
