@@ -116,7 +116,10 @@ def _load(args: argparse.Namespace) -> int:
     prompts = {path.stem: read_prompts(path, 0) for path in args.prompts}
     sizes = {name: len(texts) for name, texts in prompts.items()}
     slices = list(work_slices(sizes, concurrencies, args.slices, args.requests))
-    _slice(args, prompts, "off", slices[0][1][:1], 1, Tally())  # warm up
+    # Warm up at the highest concurrency: the first to touch memory waits for it.
+    most, batch = max(slices, key=lambda own: own[0])
+    speculating = next((policy for policy in policies if policy != "off"), "off")
+    _slice(args, prompts, speculating, batch[:most], most, Tally())
     tallies: dict[tuple[int, str], Tally] = defaultdict(Tally)
     deadline_s = time.monotonic() + (args.timeout_s or float("inf"))
     for i, (concurrency, batch) in enumerate(tqdm(slices, unit="slice", desc="bench load")):
