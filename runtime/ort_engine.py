@@ -7,6 +7,7 @@ from which `commit` writes the accepted rows into the pool.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class OrtEngine:
         self._single = single_token and _Bound(single_token, self._device, threads)
         sessions = [self._general, self._single] if self._single else [self._general]
         pool_shape = (num_kv, num_blocks, kv.block_tokens, *self._row_shape)
-        self._pool = self._zeros(pool_shape)
+        self._pool = self._pool_memory(pool_shape)
         self._pool_rows = self._pool.reshape(num_kv, num_blocks * kv.block_tokens, *self._row_shape)
         self._new: Any = None  # of the last run
         self._buffers: dict[str, NDArray[Any]] = {}
@@ -153,6 +154,15 @@ class OrtEngine:
         if flat is None or flat.size < size:
             flat = self._buffers[spec.name] = np.empty(max(size, 1), _NUMPY[spec.dtype])
         return flat[:size].reshape(shape)
+
+    def _pool_memory(self, shape: tuple[int, ...]) -> Any:
+        if self._device != "cpu":
+            return self._zeros(shape)
+        # Not from malloc: with the huge pages that `dspark` asks of it, the first touch of every
+        # 2 MB takes 20 ms where memory is fragmented, in the middle of a step.
+        size = math.prod(shape) * np.dtype(self._kv_dtype).itemsize
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.frombuffer(memory, self._kv_dtype).reshape(shape)
 
     def _zeros(self, shape: tuple[int, ...]) -> Any:
         if self._device == "cpu":
