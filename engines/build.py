@@ -1,7 +1,8 @@
 """ONNX graphs to an engine folder, `build/<name>/engines`, for one builder.
 
 For ONNX Runtime the engine is the ONNX file itself, linked and not copied, after a session has
-loaded it on this machine. For TensorRT it is a plan. The manifest is the export's, completed with
+loaded it on this machine; for CPUs graphs are rewritten where that helps (`engines.single_token`,
+`engines.int8_drafter`). For TensorRT it is a plan. The manifest is the export's, completed with
 what built the engines, and for TensorRT with what they can serve.
 """
 
@@ -13,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engines.int8_drafter import build_int8_drafter
 from engines.profiles import profiles, serving_limits
 from engines.single_token import build_single_token
 from engines.tensorrt_builder import (
@@ -81,9 +83,15 @@ def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
             files = build_single_token(partial / artifacts["verifier"].path, manifest.verifier)
             if files:
                 artifacts["verifier" + SINGLE_TOKEN] = Artifact.of(*files)
+            if manifest.drafter is not None:
+                fp32 = artifacts["drafter"]
+                if files := build_int8_drafter(partial / fp32.path, manifest.drafter):
+                    artifacts["drafter"] = Artifact.of(*files)
+                    for name in (fp32.path, *fp32.data_files):
+                        (partial / name).unlink()
         (partial / FILE_NAME).write_text(replace(manifest, artifacts=artifacts).to_json())
 
-    key = content_key(manifest.to_json(), SINGLE_TOKEN)  # older folders lack that graph
+    key = content_key(manifest.to_json(), SINGLE_TOKEN, "int8 drafter")  # older folders lack these
     return publish(folder / "engines", key, make)
 
 

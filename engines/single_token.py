@@ -18,19 +18,17 @@ faster.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
-from onnx.external_data_helper import load_external_data_for_model
+from onnx import helper
 
+from engines.linear_graph import LinearGraph, Weights
 from export.progress import say, step
 from runtime.batch import VerifySegment, pack_verify
 from runtime.manifest import SINGLE_TOKEN
@@ -51,9 +49,6 @@ SMALLEST = np.float32(1e-30)  # in place of a block's largest value where that i
 MAX_ERROR = 1e-4  # of logits against the fp32 graph, as a share of the largest
 MAX_TIME = 0.95  # of a step of the fp32 graph
 NUM_TIMED_STEPS = 12
-MAX_FILE_BYTES = 2**31 - 1  # more does not fit an ONNX file: it goes beside it
-
-Weights = NDArray[np.float32]
 
 
 class Grid(NamedTuple):
@@ -150,41 +145,17 @@ def rewrite(source: Path, target: Path) -> list[Path]:
 
     Returns the files written; see `build_single_token`.
     """
-    model = onnx.load(source, load_external_data=False)  # read one by one: they may be large
-    graph = model.graph
-    floats = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT}
-    linear = {n.output[0]: floats[n.input[1]] for n in graph.node if _is_linear(n, floats)}
-    if not linear:
-        return []
-    left = (1 - MIN_SHARE) * sum(math.prod(weight.dims) for weight in linear.values())
-    rewriter = _Rewriter()
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        grid = None
-        if weight := linear.get(node.output[0]):
-            grid = find_grid(numpy_helper.to_array(weight, base_dir=str(source.parent)))
-            if grid is None:
-                left -= math.prod(weight.dims)
-                if left <= 0:
-                    return []
-        nodes += [node] if grid is None else rewriter.linear(node, grid)
-    used = {name for node in nodes for name in node.input}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(nodes)
-    graph.initializer.extend([*kept, *rewriter.initializers])
-    load_external_data_for_model(model, str(source.parent))
-    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    if sum(len(tensor.raw_data) for tensor in graph.initializer) < MAX_FILE_BYTES:
-        onnx.save(model, target)
-        return [target]
-    data = target.with_name(target.name + ".data")
-    onnx.save(model, target, save_as_external_data=True, location=data.name)
-    return [target, data]
-
-
-def _is_linear(node: onnx.NodeProto, weights: Container[str]) -> bool:
-    return node.op_type == "Gemm" and node.input[1] in weights
+    graph = LinearGraph(source)
+    left = (1 - MIN_SHARE) * sum(graph.size(node) for node in graph.layers)
+    rewriter = _Rewriter(graph)
+    for node in graph.layers:
+        if grid := find_grid(graph.weight(node)):
+            graph.replace(node, rewriter.linear(node, grid))
+            continue
+        left -= graph.size(node)
+        if left <= 0:
+            return []
+    return graph.write(target)
 
 
 def _measure(
@@ -210,11 +181,10 @@ def _measure(
 
 
 class _Rewriter:
-    """Makes the nodes that take a linear layer's place, and collects their weights."""
+    """Makes the nodes that take a linear layer's place."""
 
-    def __init__(self) -> None:
-        self.initializers: list[TensorProto] = []
-        self._stored: set[str] = set()
+    def __init__(self, graph: LinearGraph) -> None:
+        self._store = graph.store
         self._summed: set[str] = set()  # inputs of several linear layers
 
     def linear(self, node: onnx.NodeProto, grid: Grid) -> list[onnx.NodeProto]:
@@ -296,10 +266,3 @@ class _Rewriter:
             block_size=BLOCK,
             accuracy_level=arithmetic,
         )
-
-    def _store(self, name: str, array: NDArray | np.generic) -> str:
-        name = f"single_token.{name}"
-        if name not in self._stored:
-            self._stored.add(name)
-            self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
-        return name

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from engines import single_token
+from engines import linear_graph, single_token
 from engines.build import build_engines
 from engines.single_token import find_grid
 from export.pair import ExportOptions, export_pair
@@ -155,7 +155,7 @@ def test_models_with_few_such_weights_have_one_graph(tmp_path: Path, share: floa
 def test_weights_that_do_not_fit_the_file_go_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(single_token, "MAX_FILE_BYTES", 10_000)
+    monkeypatch.setattr(linear_graph, "MAX_FILE_BYTES", 10_000)
     folder = build(tmp_path, "llama") / "engines"
     assert load_manifest(folder).artifacts[SINGLE].data_files == (f"{SINGLE}.onnx.data",)
 
