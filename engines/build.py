@@ -48,21 +48,23 @@ def build_engines(
     target: str = ONNXRUNTIME,
     config: RuntimeConfig | None = None,
     options: PlanOptions | None = None,
+    int8_drafts: bool = True,
 ) -> bool:
     """Build `folder`/engines from `folder`/onnx with ONNX Runtime or TensorRT.
 
-    `config` (what the engines shall serve) and `options` are TensorRT's. Returns False when the
+    `config` (what the engines shall serve) and `options` are TensorRT's; `int8_drafts` allows
+    ONNX Runtime's drafter for CPUs to be in int8 (`engines.int8_drafter`). Returns False when the
     engines were up to date: same export, same builder, same device, same options.
     Raises BuildError when a graph cannot be loaded or built on this machine, ManifestError when
     there is no complete export, PublishError when the disk is full.
     """
     exported = replace(load_manifest(folder / "onnx"), cost=cost.PATH, calibration=calibration.PATH)
     if target == ONNXRUNTIME:
-        return _build_onnxruntime(folder, exported)
+        return _build_onnxruntime(folder, exported, int8_drafts)
     return _build_tensorrt(folder, exported, config or RuntimeConfig(), options or PlanOptions())
 
 
-def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
+def _build_onnxruntime(folder: Path, exported: Manifest, int8_drafts: bool) -> bool:
     # Asking ONNX Runtime would load the CUDA libraries, and complain where there are none.
     provider = "CUDAExecutionProvider" if NVIDIA_DEVICE.exists() else "CPUExecutionProvider"
     manifest = replace(
@@ -83,7 +85,7 @@ def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
             files = build_single_token(partial / artifacts["verifier"].path, manifest.verifier)
             if files:
                 artifacts["verifier" + SINGLE_TOKEN] = Artifact.of(*files)
-            if manifest.drafter is not None:
+            if manifest.drafter is not None and int8_drafts:
                 fp32 = artifacts["drafter"]
                 if files := build_int8_drafter(partial / fp32.path, manifest.drafter):
                     artifacts["drafter"] = Artifact.of(*files)
@@ -91,7 +93,7 @@ def _build_onnxruntime(folder: Path, exported: Manifest) -> bool:
                         (partial / name).unlink()
         (partial / FILE_NAME).write_text(replace(manifest, artifacts=artifacts).to_json())
 
-    key = content_key(manifest.to_json(), SINGLE_TOKEN, "int8 drafter")  # older folders lack these
+    key = content_key(manifest.to_json(), SINGLE_TOKEN, int8_drafts)  # older folders lack these
     return publish(folder / "engines", key, make)
 
 

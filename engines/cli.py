@@ -90,6 +90,12 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         help="what runs the engines; tensorrt is the installed tensorrt, else tensorrt_rtx "
         "(default: %(default)s)",
     )
+    options = parser.add_argument_group("ONNX Runtime")
+    options.add_argument(
+        "--fp32-drafts",
+        action="store_true",
+        help="never draft in int8, which on CPUs is done where it is faster",
+    )
     options = parser.add_argument_group("TensorRT")
     options.add_argument(
         "--config",
@@ -135,7 +141,7 @@ def run_build(args: argparse.Namespace) -> int:
         options = PlanOptions(
             args.compute_capability, args.workspace_mb, args.hardware_compatibility
         )
-        return build_engines(folder, args.target, config, options)
+        return build_engines(folder, args.target, config, options, not args.fp32_drafts)
 
     return _run("build", "built", folder / "engines", work)
 

@@ -96,7 +96,7 @@ def default_drafter() -> list[str]:
 
 @pytest.fixture(scope="session")
 def early_build(embedded_build: Path) -> Path:
-    """The embedded model with the early drafter of the shared data."""
+    """The embedded model with the early drafter of the shared data, in fp32 as its reference."""
     from engines.build import build_engines
     from export.pair import ExportOptions, export_pair
 
@@ -105,7 +105,7 @@ def early_build(embedded_build: Path) -> Path:
     if not folder.exists():  # start from the same verifier instead of exporting it again
         shutil.copytree(embedded_build / "onnx", folder / "onnx", copy_function=os.link)
     export_pair(ExportOptions(model=str(embedded_build / "hf"), name=folder.name, drafter=drafter))
-    build_engines(folder, TARGET)
+    build_engines(folder, TARGET, int8_drafts=False)
     return folder
 
 

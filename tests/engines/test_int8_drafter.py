@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from cli.main import main
 from engines import int8_drafter
 from engines.build import build_engines
 from export.pair import ExportOptions, export_pair
@@ -133,3 +134,11 @@ def test_int8_that_does_not_help_is_not_used(
     assert load_manifest(folder).artifacts["drafter"].path == "drafter.onnx"
     assert not list(folder.glob("drafter_int8*"))
     assert "drafts stay in fp32" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_layers_too")
+def test_int8_is_not_used_where_fp32_is_asked_for(tmp_path: Path) -> None:
+    folder = build(tmp_path, "vanilla")
+    command = ["build", "--name", "tiny", "--build-dir", str(tmp_path), "--fp32-drafts"]
+    assert main(command) == 0
+    assert load_manifest(folder).artifacts["drafter"].path == "drafter.onnx"
