@@ -60,6 +60,7 @@ class TrainConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     clip_norm: float = 1.0
+    bf16_products: bool = True  # on CPUs with AMX: see training/products.py
 
     # Bookkeeping.
     seed: int = 0

@@ -7,12 +7,14 @@ part of the state dict. Nothing here knows about losses, data or files.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from training.products import Linear, linear
 
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 REQUIRED_KEYS = (
@@ -221,10 +223,10 @@ class BlockAttention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = size
-        self.q_proj = nn.Linear(d, self.num_heads * size, bias=False)
-        self.k_proj = nn.Linear(d, self.num_kv_heads * size, bias=False)
-        self.v_proj = nn.Linear(d, self.num_kv_heads * size, bias=False)
-        self.o_proj = nn.Linear(self.num_heads * size, d, bias=False)
+        self.q_proj = Linear(d, self.num_heads * size)
+        self.k_proj = Linear(d, self.num_kv_heads * size)
+        self.v_proj = Linear(d, self.num_kv_heads * size)
+        self.o_proj = Linear(self.num_heads * size, d)
         self.q_norm = RMSNorm(size, config.rms_norm_eps)
         self.k_norm = RMSNorm(size, config.rms_norm_eps)
 
@@ -311,9 +313,9 @@ class Mlp(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         d, wide = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(d, wide, bias=False)
-        self.up_proj = nn.Linear(d, wide, bias=False)
-        self.down_proj = nn.Linear(wide, d, bias=False)
+        self.gate_proj = Linear(d, wide)
+        self.up_proj = Linear(d, wide)
+        self.down_proj = Linear(wide, d)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` [N, d] to [N, d]."""
@@ -357,7 +359,7 @@ class MarkovHead(nn.Module):
         d, r = config.hidden_size, config.markov_rank
         self.kind = config.markov_head_type
         self.markov_w1 = nn.Embedding(config.vocab_size, r)
-        self.markov_w2 = nn.Linear(r, config.draft_vocab_size, bias=False)
+        self.markov_w2 = Linear(r, config.draft_vocab_size)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(d + r, r)
         elif self.kind == "rnn":
@@ -440,7 +442,7 @@ class Drafter(nn.Module):
             raise DrafterConfigError(f"lm_head is {tuple(lm_head.shape)}, expected {expected}")
         if draft_to_target is None:
             draft_to_target = torch.arange(config.vocab_size)
-        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.fc = Linear(config.feature_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -492,11 +494,11 @@ class Drafter(nn.Module):
 
     def logits(self, hidden: Tensor, markov_state: Tensor | None) -> Tensor:
         """Draft logits [N, V'] from ``hidden`` [N, d] and the head's ``markov_state`` [N, r]."""
-        logits = hidden @ self.lm_head.T
+        logits = linear(hidden, self.lm_head)
         if self.markov_head is None:
             return logits
         assert markov_state is not None
-        return torch.addmm(logits, markov_state, self.markov_head.markov_w2.weight.T)
+        return logits + self.markov_head.markov_w2(markov_state)
 
     def forward(
         self, packed: PackedContext, previous_ids: Tensor, keep: Tensor
@@ -598,6 +600,25 @@ def initialise_from_target(drafter: Drafter, target: nn.Module, seed: int) -> No
         if drafter.confidence_head is not None:
             drafter.confidence_head.proj.weight.zero_()
             drafter.confidence_head.proj.bias.zero_()
+
+
+def with_draft_vocab(drafter: Drafter, draft_to_target: Tensor | None, lm_head: Tensor) -> Drafter:
+    """The same drafter over another draft vocabulary.
+
+    ``draft_to_target`` [V'] int64 target ids (None: all of them), ``lm_head`` [V', d] fp32. Tokens
+    that were not drafted before start without a sequential term: their row of W2 is zero.
+    """
+    config = replace(drafter.config, draft_vocab_size=len(lm_head))
+    result = Drafter(config, drafter.embedding, lm_head, draft_to_target)
+    result.feature_scale.copy_(drafter.feature_scale)
+    state = drafter.state_dict()
+    w2 = "markov_head.markov_w2.weight"
+    if w2 in state:
+        by_target_id = lm_head.new_zeros(config.vocab_size, config.markov_rank)
+        by_target_id[drafter.draft_to_target] = state[w2]
+        state[w2] = by_target_id[result.draft_to_target]
+    result.load_state_dict(state)
+    return result
 
 
 def parameter_count(drafter: nn.Module) -> int:

@@ -30,11 +30,13 @@ from training.drafter import (
     initialise_from_target,
     parameter_count,
     target_to_draft,
+    with_draft_vocab,
 )
 from training.evaluate import Validation, validate
 from training.features import CacheSpec, FeatureCache
 from training.losses import LossParts, LossWeights, drafter_loss, position_weights
 from training.plot import plot_curves
+from training.products import bf16_products, has_bf16_units, onednn_bf16
 from training.store import TokenStore, read_store
 from training.target import Target, TargetError, materialise_target
 
@@ -74,6 +76,11 @@ def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
     return config.learning_rate * cosine * warm
 
 
+def uses_bf16_products(config: TrainConfig, device_type: str) -> bool:
+    """Whether the run multiplies in bfloat16: wished for, and faster here."""
+    return config.bf16_products and device_type == "cpu" and has_bf16_units()
+
+
 def make_optimizer(drafter: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW; matrices decay, norms and biases do not."""
     params = list(drafter.parameters())
@@ -102,6 +109,14 @@ def choose_draft_vocab(
     return torch.from_numpy(np.sort(order))
 
 
+def draft_vocab(size: int, target: Target, store: TokenStore) -> tuple[Tensor | None, Tensor]:
+    """Target ids [size] of a draft vocabulary (None: all of them), and lm_head [size, d]."""
+    if size == target.vocab_size:
+        return None, target.lm_head.float()
+    ids = choose_draft_vocab(store, size, target.vocab_size, sorted(target.eos_token_ids))
+    return ids, target.lm_head[ids].float()
+
+
 def feature_scale(cache: FeatureCache, indices: Sequence[int]) -> Tensor:
     """Root mean square of every feature channel over some cached sequences: [m * d] float32."""
     total, count = torch.zeros(cache.spec.feature_size, dtype=torch.float64), 0
@@ -118,7 +133,11 @@ def feature_scale(cache: FeatureCache, indices: Sequence[int]) -> Tensor:
 
 
 def new_drafter(config: TrainConfig, target: Target, store: TokenStore) -> Drafter:
-    """The drafter before its first step: loaded from ``config.init``, or made from the target."""
+    """The drafter before its first step: loaded from ``config.init``, or made from the target.
+
+    A loaded drafter with a draft vocabulary of another size than configured gets a new one.
+    """
+    draft_vocab_size = min(config.draft_vocab_size, target.vocab_size)
     if config.init:
         drafter = load_drafter(
             Path(config.init), target.embedding, target.lm_head, block_size=config.block_size
@@ -128,6 +147,8 @@ def new_drafter(config: TrainConfig, target: Target, store: TokenStore) -> Draft
                 f"{config.init} taps layers {list(drafter.config.target_layer_ids)}, the "
                 f"configuration says {list(config.target_layer_ids)}"
             )
+        if drafter.config.draft_vocab_size != draft_vocab_size:
+            return with_draft_vocab(drafter, *draft_vocab(draft_vocab_size, target, store))
         return drafter
     base = target.config
     drafter_config = DrafterConfig(
@@ -142,7 +163,7 @@ def new_drafter(config: TrainConfig, target: Target, store: TokenStore) -> Draft
         rms_norm_eps=float(base.rms_norm_eps),
         rope_theta=float(base.rope_parameters["rope_theta"]),
         vocab_size=target.vocab_size,
-        draft_vocab_size=min(config.draft_vocab_size, target.vocab_size),
+        draft_vocab_size=draft_vocab_size,
         block_size=config.block_size,
         num_target_layers=int(base.num_hidden_layers),
         target_layer_ids=config.target_layer_ids,
@@ -153,15 +174,9 @@ def new_drafter(config: TrainConfig, target: Target, store: TokenStore) -> Draft
         confidence_head_with_markov=config.confidence_head_with_markov and config.markov_rank > 0,
         max_position_embeddings=int(base.max_position_embeddings),
     )
-    ids = None
-    lm_head = target.lm_head
-    if drafter_config.has_reduced_vocab:
-        ids = choose_draft_vocab(
-            store, config.draft_vocab_size, target.vocab_size, sorted(target.eos_token_ids)
-        )
-        lm_head = lm_head[ids]
     torch.manual_seed(config.seed)
-    return Drafter(drafter_config, target.embedding.float(), lm_head.float(), ids)
+    ids, lm_head = draft_vocab(draft_vocab_size, target, store)
+    return Drafter(drafter_config, target.embedding.float(), lm_head, ids)
 
 
 def keep_freed_memory() -> None:
@@ -197,6 +212,7 @@ class Trainer:
         self.optimizer = make_optimizer(drafter, config)
         self.state = RunState()
         device = drafter.draft_to_target.device
+        self.bf16 = uses_bf16_products(config, device.type)
         self.decay = position_weights(config.block_size, config.position_decay_tokens).to(device)
 
     @property
@@ -213,8 +229,9 @@ class Trainer:
         kl = config.kl_weight if self.progress < config.kl_until else 0.0
         weights = LossWeights(config.ce_weight, config.l1_weight, config.confidence_weight, kl)
         batch = self.source.batch(state.sampler, state.step)
-        loss = drafter_loss(self.drafter, batch, self.source.to_draft, weights, self.decay)
-        loss.total.backward()
+        with bf16_products(self.bf16):
+            loss = drafter_loss(self.drafter, batch, self.source.to_draft, weights, self.decay)
+            loss.total.backward()
         loss = loss._replace(total=loss.total.detach())
         norm = float(nn.utils.clip_grad_norm_(self.drafter.parameters(), config.clip_norm))
         if not math.isfinite(norm):
@@ -418,10 +435,11 @@ def train(
         len(store), config.validation_fraction, config.seed
     )
     if fill_cache:
+        bf16 = uses_bf16_products(config, torch.device(device).type)
         with tqdm(
             total=store.num_tokens, unit="tok", desc="target", disable=not show_progress,
             mininterval=5.0,
-        ) as bar:  # fmt: skip
+        ) as bar, onednn_bf16(bf16):  # fmt: skip
             cache.fill(target, [*validation_indices, *train_indices], bar.update, device)
     ready = cache.ready()
     usable = [index for index in train_indices if ready[index]]

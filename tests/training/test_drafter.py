@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.tiny import HIDDEN, LAYER_IDS, VOCAB, tiny_drafter
 from training.checkpoint import DrafterCheckpointError, load_drafter, save_drafter
-from training.drafter import DrafterConfig, DrafterConfigError, PackedContext, pack_one
+from training.drafter import (
+    DrafterConfig,
+    DrafterConfigError,
+    PackedContext,
+    pack_one,
+    with_draft_vocab,
+)
 
 SHARED_DATA = Path(
     os.environ.get("DSPARK_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")
@@ -110,6 +116,33 @@ def test_feature_scale_changes_no_result() -> None:
     before = drafter.backbone(packed)
     drafter.set_feature_scale(torch.rand(2 * HIDDEN) * 100 + 0.1)
     torch.testing.assert_close(drafter.backbone(packed), before, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("draft_vocab", [20, VOCAB])
+def test_another_draft_vocabulary_changes_no_logit_of_the_tokens_in_both(draft_vocab: int) -> None:
+    drafter = tiny_drafter(draft_vocab=32).eval()
+    torch.manual_seed(0)
+    head = torch.randn(VOCAB, HIDDEN)
+    head[drafter.draft_to_target] = drafter.lm_head
+    ids = None if draft_vocab == VOCAB else torch.randperm(VOCAB)[:draft_vocab].sort().values
+    other = with_draft_vocab(drafter, ids, head if ids is None else head[ids])
+    assert other.config.draft_vocab_size == draft_vocab
+    packed = pack_one(torch.randn(9, 2 * HIDDEN), [4, 8], torch.arange(9))
+    previous = torch.randint(VOCAB, (2, 4))
+    everywhere = torch.ones(2, 4, dtype=torch.bool)
+    before, confidence_before = drafter(packed, previous, everywhere)
+    after, confidence_after = other(packed, previous, everywhere)
+    torch.testing.assert_close(confidence_after, confidence_before)
+    old, new = drafter.draft_to_target.tolist(), other.draft_to_target.tolist()
+    shared = sorted(set(old) & set(new))
+    assert shared
+    torch.testing.assert_close(
+        after[:, [new.index(t) for t in shared]], before[:, [old.index(t) for t in shared]]
+    )
+    w2 = other.markov_head.markov_w2.weight
+    added = [new.index(t) for t in set(new) - set(old)]
+    assert added
+    assert not w2[added].any()
 
 
 def test_saved_drafter_loads_strictly(tmp_path: Path) -> None:
