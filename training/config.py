@@ -47,12 +47,13 @@ class TrainConfig:
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
     kl_weight: float = 1.0
-    kl_until: float = 0.7  # part of the run during which the soft-target term is added
+    kl_until: float = 0.7  # part of a cycle during which the soft-target term is added
     position_decay: float = 0.0
 
     # Optimiser. Exactly one of `steps` and `minutes` is above 0: the length of the run.
     steps: int = 0
     minutes: float = 0.0
+    cycles: int = 1  # the learning rate's; their ends are averaged
     learning_rate: float = 2e-3
     final_lr_fraction: float = 0.02
     warmup_steps: int = 200
@@ -91,6 +92,7 @@ class TrainConfig:
             "position_decay": (0.0, 1000.0),
             "steps": (0, 1 << 40),
             "minutes": (0.0, 1e6),
+            "cycles": (1, 1000),
             "learning_rate": (0.0, 1.0),
             "final_lr_fraction": (0.0, 1.0),
             "warmup_steps": (0, 1 << 30),

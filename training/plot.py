@@ -21,7 +21,17 @@ def plot_curves(work_dir: Path) -> Path:
     left.set(xlabel="minutes", title="training loss (smoothed)")
     if checks.get("minutes"):
         for name, label in (("greedy_length", "greedy"), ("sampled_length", "temperature 1")):
-            right.plot(checks["minutes"], checks[name], marker=".", label=label)
+            rows = list(zip(checks["minutes"], checks[name], checks["averaged"], strict=True))
+            single = [row[:2] for row in rows if row[2] == 1]
+            (line,) = right.plot(*zip(*single, strict=True), marker=".", label=label)
+            mean = [row[:2] for row in rows if row[2] > 1]
+            if mean:
+                right.plot(
+                    *zip(*mean, strict=True),
+                    "*",
+                    color=line.get_color(),
+                    label=f"{label}, averaged",
+                )
     right.set(xlabel="minutes", title="accepted length, validation (bonus token counted)")
     for axes in (left, right):
         axes.grid(alpha=0.3)

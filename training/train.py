@@ -1,4 +1,7 @@
-"""The training run: schedule, steps, validation, checkpoints.
+"""The training run: schedule, steps, averaging, validation, checkpoints.
+
+A run is one or more cosine cycles of the learning rate. Where each of them ends, and where a run
+from a trained drafter began, are averaged (stochastic weight averaging, Izmailov et al. 2018).
 
 Everything a run leaves is in its work folder: ``cache/`` (what the target said), ``checkpoint.pt``
 (exact state, replaced every few minutes), ``best/`` (the drafter with the best validation, in
@@ -11,7 +14,7 @@ import ctypes
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,10 +56,12 @@ class RunState:
     """Progress of a run; plain data, saved with the weights.
 
     ``elapsed_s`` is the wall time of all sessions of the run, without the time between them.
+    ``averaged`` counts the drafters in the average.
     """
 
     step: int = 0
     elapsed_s: float = 0.0
+    averaged: int = 0
     best_length: float = 0.0
     next_validation_s: float = 0.0
     sampler: SamplerState = field(default_factory=SamplerState)
@@ -68,10 +73,16 @@ def progress_of(config: TrainConfig, state: RunState) -> float:
     return min(1.0, done)
 
 
+def cycle_progress(config: TrainConfig, progress: float) -> float:
+    """How much of the present cycle is over, 0..1, at ``progress`` of the run."""
+    cycle = min(int(progress * config.cycles), config.cycles - 1)
+    return progress * config.cycles - cycle
+
+
 def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
-    """Linear warm-up in steps, then a cosine over the whole run to ``final_lr_fraction``."""
+    """Linear warm-up in steps, then a cosine over every cycle to ``final_lr_fraction``."""
     floor = config.final_lr_fraction
-    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * cycle_progress(config, progress)))
     warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     return config.learning_rate * cosine * warm
 
@@ -211,6 +222,7 @@ class Trainer:
         self.work_dir = work_dir
         self.optimizer = make_optimizer(drafter, config)
         self.state = RunState()
+        self.average = {name: torch.zeros_like(w) for name, w in drafter.state_dict().items()}
         device = drafter.draft_to_target.device
         self.bf16 = uses_bf16_products(config, device.type)
         self.decay = position_weights(config.block_size, config.position_decay_tokens).to(device)
@@ -226,7 +238,8 @@ class Trainer:
         rate = learning_rate(config, state.step, self.progress)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        kl = config.kl_weight if self.progress < config.kl_until else 0.0
+        soft = cycle_progress(config, self.progress) < config.kl_until
+        kl = config.kl_weight if soft else 0.0
         weights = LossWeights(config.ce_weight, config.l1_weight, config.confidence_weight, kl)
         batch = self.source.batch(state.sampler, state.step)
         with bf16_products(self.bf16):
@@ -244,6 +257,22 @@ class Trainer:
         state.step += 1
         return loss, norm, len(batch.packed.anchor_ids)
 
+    def add_to_average(self) -> None:
+        """Count the drafter as it is now into the average."""
+        self.state.averaged += 1
+        for name, weights in self.drafter.state_dict().items():
+            self.average[name].lerp_(weights, 1 / self.state.averaged)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this, the drafter has the averaged weights."""
+        own = {name: weights.clone() for name, weights in self.drafter.state_dict().items()}
+        self.drafter.load_state_dict(self.average)
+        try:
+            yield
+        finally:
+            self.drafter.load_state_dict(own)
+
     def validate(self) -> Validation:
         """Score the held-out sequences that are cached."""
         ready = self.source.cache.ready()
@@ -259,6 +288,7 @@ class Trainer:
             {
                 "config": asdict(self.config),
                 "drafter": self.drafter.state_dict(),
+                "average": self.average,
                 "feature_scale": self.drafter.feature_scale,
                 "draft_to_target": self.drafter.draft_to_target,
                 "optimizer": self.optimizer.state_dict(),
@@ -287,6 +317,7 @@ class Trainer:
         if not torch.equal(saved["draft_to_target"], self.drafter.draft_to_target.cpu()):
             raise TrainError(f"{path} has another draft vocabulary than the configured run")
         self.drafter.load_state_dict(saved["drafter"])
+        self.average = saved["average"]
         self.drafter.feature_scale.copy_(saved["feature_scale"])
         self.optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
@@ -298,7 +329,7 @@ class Trainer:
         log = CsvLog(self.work_dir / "log.csv", LOG_FIELDS, state.step)
         checks = CsvLog(
             self.work_dir / "validation.csv",
-            ["step", "minutes", "greedy_length", "sampled_length"]
+            ["step", "minutes", "averaged", "greedy_length", "sampled_length"]
             + [f"match_{k + 1}" for k in range(config.block_size)]
             + [f"overlap_{k + 1}" for k in range(config.block_size)],
             state.step,
@@ -312,8 +343,11 @@ class Trainer:
         )  # fmt: skip
         if state.step == 0:
             self._check(checks, bar)
+            if config.init:
+                self.add_to_average()
             state.next_validation_s = config.validate_every_minutes * 60
         while self.progress < 1.0:
+            cycle = int(self.progress * config.cycles)
             loss, norm, count = self.step()
             anchors += count
             now = time.monotonic()
@@ -338,18 +372,28 @@ class Trainer:
             if state.elapsed_s >= state.next_validation_s:
                 self._check(checks, bar)
                 state.next_validation_s = state.elapsed_s + config.validate_every_minutes * 60
+            if int(self.progress * config.cycles) > cycle:
+                self._end_cycle(checks, bar)
             if now - saved_s >= config.checkpoint_every_minutes * 60:
                 self.save()
                 saved_s = time.monotonic()
-        self._check(checks, bar)
         self.save()
         bar.close()
 
-    def _check(self, checks: "CsvLog", bar: "tqdm[Any]") -> None:
+    def _end_cycle(self, checks: "CsvLog", bar: "tqdm[Any]") -> None:
+        """Check where the cycle ended, and the average that this is now part of."""
+        self._check(checks, bar)
+        self.add_to_average()
+        if self.state.averaged > 1:
+            with self.averaged():
+                self._check(checks, bar, self.state.averaged)
+
+    def _check(self, checks: "CsvLog", bar: "tqdm[Any]", averaged: int = 1) -> None:
         """Validate, print, log, and keep the drafter if it is the best so far."""
         result, state = self.validate(), self.state
+        mean_of = f", mean of {averaged}" if averaged > 1 else ""
         bar.write(
-            f"step {state.step}, {state.elapsed_s / 60:.1f} min: accepted length greedy "
+            f"step {state.step}, {state.elapsed_s / 60:.1f} min{mean_of}: accepted length greedy "
             f"{result.greedy_length:.3f}, temperature 1 {result.sampled_length:.3f}; "
             f"accepted by position, greedy {_percent(result.position_match)}, "
             f"temperature 1 {_percent(result.position_overlap)}"
@@ -357,6 +401,7 @@ class Trainer:
         row: dict[str, float] = {
             "step": state.step,
             "minutes": state.elapsed_s / 60,
+            "averaged": averaged,
             "greedy_length": result.greedy_length,
             "sampled_length": result.sampled_length,
         }
@@ -366,10 +411,12 @@ class Trainer:
         ):
             row |= {f"{name}_{k + 1}": value for k, value in enumerate(values)}
         checks.write(**row)
-        # Validation sets without greedy (or without sampled) texts are judged by the other kind.
-        length = np.nansum([result.greedy_length, 1e-3 * result.sampled_length])
-        if length > state.best_length:
-            state.best_length = float(length)
+        # A set without greedy (or without sampled) texts is judged by the other kind; without any,
+        # the newest is the best.
+        lengths = [result.greedy_length, result.sampled_length]
+        length = float(np.mean([x for x in lengths if not math.isnan(x)] or [math.inf]))
+        if length >= state.best_length:
+            state.best_length = length
             save_drafter(self.drafter, self.work_dir / "best")
         plot_curves(self.work_dir)
 

@@ -86,6 +86,42 @@ def test_resume_is_exact(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert (tmp_path / "parts" / name / "model.safetensors").is_file()
 
 
+def test_cycle_ends_and_the_start_are_averaged(folder: Path, tmp_path: Path) -> None:
+    """The mean of a trained start and of where each of three cycles ended, also after a stop."""
+    start = train(config_of(folder), tmp_path / "start", show_progress=False)
+    config = config_of(folder, init=str(start), cycles=3)
+    seen = []
+
+    import training.train as module
+
+    class Watched(module.Trainer):
+        def add_to_average(self) -> None:
+            seen.append({k: v.clone() for k, v in self.drafter.state_dict().items()})
+            super().add_to_average()
+            self.save()
+            if len(seen) == 2 and not resumed:
+                raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "Trainer", Watched)
+        resumed = False
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path / "run", show_progress=False)
+        resumed = True
+        train(config, tmp_path / "run", resume=True, show_progress=False)
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert saved["state"]["averaged"] == len(seen) == 4
+    for name, mean in saved["average"].items():
+        torch.testing.assert_close(mean, torch.stack([one[name] for one in seen]).mean(dim=0))
+    assert not torch.equal(seen[1]["fc.weight"], seen[3]["fc.weight"])
+    with (tmp_path / "run" / "validation.csv").open(newline="") as file:
+        rows = [(int(row["step"]), int(row["averaged"])) for row in csv.DictReader(file)]
+    assert rows == [(0, 1), (4, 1), (8, 1), (8, 3), (12, 1), (12, 4)]
+    # The average is checked with its own weights, and the drafter goes on with its own.
+    for name, own in saved["drafter"].items():
+        assert torch.equal(own, seen[3][name])
+
+
 def test_resume_refuses_another_run(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, steps=1)
     train(config, tmp_path, show_progress=False)
@@ -111,6 +147,12 @@ def test_learning_rate_warms_up_and_decays(folder: Path) -> None:
     assert learning_rate(config, 99, 1.0) == pytest.approx(
         config.learning_rate * config.final_lr_fraction
     )
+    cycles = config_of(folder, steps=100, warmup_steps=10, cycles=4)
+    for progress in (0.25, 0.5, 0.75):
+        assert learning_rate(cycles, 50, progress) == pytest.approx(cycles.learning_rate)
+        assert learning_rate(cycles, 50, progress - 1e-9) == pytest.approx(
+            cycles.learning_rate * cycles.final_lr_fraction
+        )
     timed = config_of(folder, steps=0, minutes=2.0)
     from training.train import progress_of
 
