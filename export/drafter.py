@@ -42,6 +42,7 @@ from export.layers import (
 
 CANDIDATES = 64  # tokens among which filters are decided: a whole sort would cost too much
 LEAST_DOUBT = 1e-6  # probability that a draft is never surer than
+RUN = 64  # entries summed up before the inverse CDF looks at each
 LARGEST_UNIFORM = 1 - 2.0**-23  # times any fp32 number it is below that number
 DROPPED = -1e30  # logit of what filters drop: no probability, yet finite over any temperature
 
@@ -191,9 +192,7 @@ def sample(
 
     Argmax where the temperature is 0. Elsewhere the filtered softmax(logits / temperature) is
     sampled: where `uniform` [R] is below 0 by the argmax after adding `noise` [R, W], else by the
-    inverse CDF at it. That counts the entries whose cumulative probability stays at or below u
-    times the total; entries after the last one with any probability are never reached, since that
-    product is held below the total.
+    inverse CDF at it.
     """
     warm = sampling.temperature > 0
     safe = torch.where(warm, sampling.temperature, 1.0)
@@ -201,14 +200,36 @@ def sample(
     probs = scaled.softmax(dim=-1)
     top = probs.topk(min(CANDIDATES, probs.shape[-1])).values
     kept = probs >= cutoff(top, sampling)
-    cdf = torch.where(kept, probs, 0.0).cumsum(dim=-1)
-    passed = cdf <= uniform.clamp(max=LARGEST_UNIFORM)[:, None] * cdf[:, -1:]
-    highest = add_noise(torch.where(kept, scaled, DROPPED), noise).argmax(dim=-1)
-    # Sums of fp32 are exact up to 2^24 entries, and many times faster than those of int64.
-    inverse = passed.float().sum(dim=-1).long()
+    filtered = torch.where(kept, logits, DROPPED)
+    highest = add_noise(filtered / safe[:, None], noise).argmax(dim=-1)
+    inverse = inverse_cdf(probs * kept.float(), uniform)
     ids = torch.where(warm & (uniform >= 0), inverse, highest)
     certainty = torch.log(top[:, 0] / (1 - top[:, 0] + LEAST_DOUBT))
-    return ids, torch.where(kept, logits, DROPPED), certainty
+    return ids, filtered, certainty
+
+
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Index [R] int64 at which the cumulative `weights` [R, n] pass `uniform` [R] of their total.
+
+    First among sums of `RUN` entries, then within one, since summing up all n one by one takes
+    longer than a softmax. An entry of no weight is never reached: each time the point looked for
+    is held from 0 to below the total.
+    """
+    runs = F.pad(weights, (0, -weights.shape[-1] % RUN)).unflatten(-1, (-1, RUN))
+    sums = runs.sum(dim=-1)
+    ends = sums.cumsum(dim=-1)
+    point = uniform.clamp(max=LARGEST_UNIFORM)[:, None] * ends[:, -1:]
+    run = count(ends <= point)
+    within = runs.gather(1, run[:, :, None].expand(-1, -1, RUN)).squeeze(1).cumsum(dim=-1)
+    point = (point - (ends - sums).gather(1, run)).clamp(min=0)
+    point = torch.minimum(point, LARGEST_UNIFORM * within[:, -1:])
+    return (run * RUN + count(within <= point)).squeeze(1)
+
+
+def count(marks: Tensor) -> Tensor:
+    """How many of each row of `marks` [R, n] bool are true: [R, 1] int64."""
+    # Sums of fp32 are exact up to 2^24 entries, and many times faster than those of int64.
+    return marks.float().sum(dim=-1, keepdim=True).long()
 
 
 def cutoff(top: Tensor, sampling: Sampling) -> Tensor:
@@ -219,8 +240,7 @@ def cutoff(top: Tensor, sampling: Sampling) -> Tensor:
     are decided among the `CANDIDATES` most likely tokens; where they would keep more, the draft
     is left unfiltered, which costs acceptance and never exactness.
     """
-    count = top.shape[-1]
-    rank = torch.arange(count)
+    rank = torch.arange(top.shape[-1])
     every_k = sampling.top_k[:, None] == 0
     within_k = every_k | (rank < sampling.top_k[:, None])
     rest = torch.where(within_k, top, 0.0)
@@ -228,9 +248,9 @@ def cutoff(top: Tensor, sampling: Sampling) -> Tensor:
     before = rest.cumsum(dim=-1) - rest
     within_p = (sampling.top_p[:, None] >= 1) | (before < sampling.top_p[:, None])
     likely = top >= sampling.min_p[:, None] * top[:, :1]
-    num_kept = (within_k & within_p & likely).long().sum(dim=-1, keepdim=True)
+    num_kept = count(within_k & within_p & likely)
     last = top.gather(-1, (num_kept - 1).clamp(min=0))
-    return torch.where(num_kept < count, last, 0.0)
+    return torch.where(num_kept < top.shape[-1], last, 0.0)
 
 
 class StepInputs(NamedTuple):

@@ -37,7 +37,8 @@ def bf16_products(wanted: bool = True) -> Iterator[None]:
 @contextmanager
 def onednn_bf16(wanted: bool = True) -> Iterator[None]:
     """Within this, oneDNN rounds the factors of every fp32 product of PyTorch."""
-    setting = torch.backends.mkldnn.matmul
+    backend: Any = torch.backends.mkldnn  # its members are made at run time
+    setting = backend.matmul
     before = setting.fp32_precision
     setting.fp32_precision = "bf16" if wanted else before
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from export.checkpoint import load_drafter, load_target
-from export.drafter import CANDIDATES, LEAST_DOUBT, Drafter, Sampling, sample
+from export.drafter import CANDIDATES, LEAST_DOUBT, RUN, Drafter, Sampling, inverse_cdf, sample
 from export.parity import Pools, Run, drafter_parity, module_runner, onnx_runner
 from export.to_onnx import drafter_to_onnx
 from runtime.manifest import load_manifest
@@ -226,6 +226,29 @@ def test_sampling_never_leaves_the_support() -> None:
     assert sample(logits, torch.zeros(2), torch.zeros(1), sampling(2, 1.0))[0].tolist() == [0, 0]
     # A double below 1 may round to 1 on its way into the graph.
     assert sample(logits, torch.ones(2), torch.zeros(1), sampling(2, 1.0))[0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("size", [63, 64, 65, 1000])
+def test_inverse_cdf_is_that_of_exact_sums(size: int) -> None:
+    """Over several runs of entries, some without any weight; also at the very end of a run."""
+    rng = np.random.default_rng(size)
+    weights = rng.random((500, size)) ** 8
+    weights[rng.random(weights.shape) < 0.5] = 0
+    weights[:, size // 2] += 0.1
+    weights[::3, : size // 2] = 0
+    weights[:, RUN * 3 : RUN * 3 + 9] = 0
+    weights = weights.astype(np.float32)
+    uniforms = rng.random(500).astype(np.float32)
+    uniforms[:3] = 0, np.nextafter(np.float32(1), np.float32(0)), 1
+    uniforms[250:] = (weights[250:, : RUN * 3].sum(axis=1) / weights[250:].sum(axis=1)).clip(0, 1)
+    drawn = inverse_cdf(torch.from_numpy(weights), torch.from_numpy(uniforms)).numpy()
+    rows = np.arange(500)
+    assert (weights[rows, drawn] > 0).all()
+    ends = np.cumsum(weights.astype(np.float64), axis=1)
+    points = uniforms * ends[:, -1]
+    slack = 1e-6 * ends[:, -1]
+    assert (points <= ends[rows, drawn] + slack).all()
+    assert (points >= (ends - weights)[rows, drawn] - slack).all()
 
 
 @pytest.mark.parametrize(
